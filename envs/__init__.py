@@ -1,0 +1,1 @@
+"""THE WORLD: environments, their tasks and the sandboxes they run code in."""

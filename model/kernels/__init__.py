@@ -1,0 +1,1 @@
+"""Kernels: one folder an operation, its reference beside its fast versions."""

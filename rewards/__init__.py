@@ -1,0 +1,1 @@
+"""JUDGING: rewards are pure functions of (Task, Trajectory, Evidence)."""

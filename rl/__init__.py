@@ -1,0 +1,1 @@
+"""LEARNING: the round, the algorithms, the DeepSpeed learner, publishing and checkpoints."""

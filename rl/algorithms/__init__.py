@@ -1,0 +1,1 @@
+"""Policy-gradient algorithms: pure tensor maths, one file an algorithm."""

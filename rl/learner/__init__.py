@@ -1,0 +1,1 @@
+"""The learner: a plain class, its DeepSpeed engine, and the Ray shell around it."""

@@ -1,0 +1,1 @@
+"""ACTING: episodes, the sampler and the Ray workers that run them."""

@@ -1,0 +1,1 @@
+"""The inference engine: batched decoding on a KV cache."""
