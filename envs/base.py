@@ -1,0 +1,90 @@
+"""The contract of an environment: one instance runs one episode.
+
+The environment speaks in messages; tokens belong to `rollout.renderer`. It writes the `Evidence` that rewards judge,
+outside any box that the policy's code can reach. Sits below `rollout.episode`, which drives it:
+
+    observation = await env.reset(task)
+    while not done: result = await env.step(message)
+    evidence = await env.evidence()       # also after a truncation
+    await env.close()                     # always, also after an exception; idempotent
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollout.types import Evidence, Message, Task
+
+
+class EnvError(ValueError):
+    """A task or a setting that an environment cannot run."""
+
+
+class SandboxLost(RuntimeError):  # noqa: N818 (an event at the boundary, not a mistake of the caller)
+    """Infrastructure failed: the episode is masked and retried, never scored 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the environment says to one answer. `terminated`: the episode is over and nothing more will be read."""
+
+    observations: tuple[Message, ...]
+    terminated: bool
+
+
+class Env(ABC):
+    """One episode of one task. Implementations may block only in `asyncio.to_thread`."""
+
+    @abstractmethod
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        """Start the episode and return the opening messages."""
+
+    @abstractmethod
+    async def step(self, message: Message) -> StepResult:
+        """Act on one answer of the policy. Raises `SandboxLost` when infrastructure fails."""
+
+    @abstractmethod
+    async def evidence(self) -> Evidence:
+        """Grade the episode as it stands. Raises `SandboxLost` when infrastructure fails."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Give every resource back. Idempotent."""
+
+
+class EnvFactory(ABC):
+    """Makes episodes and tasks; one for each rollout worker, shared by its episodes (it owns the sandbox pool)."""
+
+    @abstractmethod
+    def make(self) -> Env:
+        """A new environment for one episode."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the episodes shared. Idempotent."""
+
+
+class TaskSource(ABC):
+    """An indexed stream of training tasks and a fixed list of held-out tasks.
+
+    `train(i)` depends on the seed and `i` alone: the data cursor of a run is one integer, so a resumed run reads on
+    exactly where it stopped.
+    """
+
+    @abstractmethod
+    def train(self, index: int) -> Task:
+        """Training task number `index` (any index >= 0; a finite data set is reshuffled every epoch)."""
+
+    @abstractmethod
+    def held_out(self, count: int) -> tuple[Task, ...]:
+        """The first `count` held-out tasks, the same in every run of this source."""
+
+    @abstractmethod
+    def demonstrations(self, seed: int) -> Iterator[tuple[Task, tuple[str, ...]]]:
+        """Endless (task, answers of the scripted solver, one a turn); answers after the episode's end are unused."""
+
+    @abstractmethod
+    def corpus(self) -> Iterator[str]:
+        """Text of the environment's family (training split only), for training a tokenizer."""
