@@ -1,0 +1,82 @@
+"""Credit: from judged groups to training samples.
+
+A masked episode (infrastructure failed, or its reward did) leaves the group before the baseline is taken: it is never
+a reward of 0. A group without variance teaches nothing: its samples stay for the parity gate, are not trained on, and
+are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl.algorithms.base import Algorithm
+from rl.batch import TrainSample, sample_from_segment
+from rollout.types import ScoredGroup, ScoredTrajectory
+
+
+class TooFewValidError(RuntimeError):
+    """So many episodes were masked that the round cannot be trusted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """The samples of a round. `num_masked` episodes were left out, `no_variance_frac` of the groups teach nothing."""
+
+    samples: tuple[TrainSample, ...]
+    num_masked: int
+    no_variance_frac: float
+
+
+def assign_credit(
+    groups: Sequence[ScoredGroup], algorithm: Algorithm, *, min_valid_frac: float, permute_key: tuple[int, ...] | None
+) -> Credit:
+    """Advantages for every valid episode of `groups`.
+
+    `permute_key`, when given, shuffles the rewards within each group (seeded by it): the control in which there is
+    nothing to learn. Raises TooFewValidError when fewer than `min_valid_frac` of the episodes are valid.
+    """
+    samples: list[TrainSample] = []
+    num_episodes = sum(len(group.scored) for group in groups)
+    num_masked = num_flat = 0
+    for index, group in enumerate(groups):
+        valid = [scored for scored in group.scored if scored.total is not None]
+        num_masked += len(group.scored) - len(valid)
+        rewards_G = np.array([scored.total for scored in valid], dtype=np.float64)
+        if permute_key is not None:
+            rewards_G = np.random.default_rng((*permute_key, index)).permutation(rewards_G)
+        advantages_G = algorithm.advantages(rewards_G)
+        num_flat += advantages_G is None
+        for position, scored in enumerate(valid):
+            advantage = 0.0 if advantages_G is None else float(advantages_G[position])
+            samples += _samples(f"{index:04d}", scored, advantage, trained=advantages_G is not None)
+    if num_masked > (1 - min_valid_frac) * num_episodes:
+        raise TooFewValidError(
+            f"rollout.min_valid_frac: at least {min_valid_frac:.0%} of the episodes must be valid, got "
+            f"{num_episodes - num_masked} of {num_episodes} ({_first_mask(groups)}); fix the cause and run again"
+        )
+    return Credit(
+        samples=tuple(samples), num_masked=num_masked, no_variance_frac=num_flat / len(groups) if groups else 0.0
+    )
+
+
+def _samples(prefix: str, scored: ScoredTrajectory, advantage: float, *, trained: bool) -> list[TrainSample]:
+    """One sample a segment that has sampled tokens; all segments of an episode share its advantage."""
+    trajectory = scored.trajectory
+    return [
+        sample_from_segment(
+            segment,
+            key=f"{prefix}/{trajectory.sample_index:04d}/{number}",
+            advantage=advantage,
+            trained=trained,
+        )
+        for number, segment in enumerate(trajectory.segments)
+        if segment.turns
+    ]
+
+
+def _first_mask(groups: Sequence[ScoredGroup]) -> str:
+    reasons = (s.reward.masked for group in groups for s in group.scored if s.reward.masked is not None)
+    return "first reason: " + next(reasons, "none").strip().splitlines()[-1]

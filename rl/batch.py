@@ -1,0 +1,130 @@
+"""Training samples and their packing.
+
+A `TrainSample` is one append-only segment with the streams of its trainable (sampled) tokens; a `Batch` is samples laid
+end to end, without padding, with `cu_seqlens` between them. Only trainable tokens have a row in the R streams, so a
+context, observation or scaffold token cannot enter a loss, and there is one mask for numerator and denominator.
+
+Shapes: T tokens, R trainable tokens, L MoE layers, K experts of a token, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollout.types import Segment, SpanOrigin
+
+
+class BatchError(ValueError):
+    """Samples that cannot be packed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """One segment. `targets_R` are the positions of the trainable tokens in `ids_T`; a target is never the first id.
+
+    `advantages_R` and `behavior_logprobs_R` belong to those tokens. `routes_TLK` has the rows the sampler computed: all
+    tokens but the last, or none (0 rows) for scripted tokens. `trained` is false for a sample that only takes part in
+    the parity gate (a group without variance).
+    """
+
+    key: str
+    ids_T: npt.NDArray[np.int64]
+    targets_R: npt.NDArray[np.int64]
+    behavior_logprobs_R: npt.NDArray[np.float32]
+    advantages_R: npt.NDArray[np.float32]
+    routes_TLK: npt.NDArray[np.uint8]
+    weight_version: int
+    trained: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.ids_T)
+
+
+def sample_from_segment(segment: Segment, *, key: str, advantage: float, trained: bool) -> TrainSample:
+    """Flatten a segment; every sampled token gets the same `advantage`."""
+    ids: list[int] = []
+    targets: list[int] = []
+    logprobs: list[npt.NDArray[np.float32]] = []
+    routes: list[npt.NDArray[np.uint8]] = []
+    version = -1
+    for span in segment.spans():
+        if span.origin is SpanOrigin.SAMPLED:
+            assert span.sampled_by is not None  # an invariant of TokenSpan
+            targets += range(len(ids), len(ids) + len(span.ids))
+            logprobs.append(span.sampled_by.logprobs_T)
+            version = span.sampled_by.weight_version
+        if span.routes_TLK is not None:
+            routes.append(span.routes_TLK)
+        ids += span.ids
+    if not targets:
+        raise BatchError(f"sample {key}: nothing to train on, got a segment without a sampled token; drop it before")
+    return TrainSample(
+        key=key,
+        ids_T=np.array(ids, dtype=np.int64),
+        targets_R=np.array(targets, dtype=np.int64),
+        behavior_logprobs_R=np.concatenate(logprobs),
+        advantages_R=np.full(len(targets), advantage, dtype=np.float32),
+        routes_TLK=np.concatenate(routes) if routes else np.zeros((0, 0, 0), dtype=np.uint8),
+        weight_version=version,
+        trained=trained,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Packed samples. `rows_R` are the packed positions whose logits predict `target_ids_R` (one before the target)."""
+
+    samples: tuple[TrainSample, ...]
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    cu_seqlens: torch.Tensor
+    rows_R: torch.Tensor
+    target_ids_R: torch.Tensor
+    behavior_logprobs_R: torch.Tensor
+    advantages_R: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.ids_T)
+
+
+def pack(samples: Sequence[TrainSample]) -> Batch:
+    """Lay `samples` end to end."""
+    if not samples:
+        raise BatchError("batch: no samples, got an empty list; skip the update instead")
+    lengths_S = np.array([sample.num_tokens for sample in samples])
+    starts_S = np.concatenate([[0], lengths_S.cumsum()])
+    targets_R = np.concatenate([sample.targets_R + start for sample, start in zip(samples, starts_S, strict=False)])
+    ids_T = np.concatenate([sample.ids_T for sample in samples])
+    return Batch(
+        samples=tuple(samples),
+        ids_T=torch.from_numpy(ids_T),
+        positions_T=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths_S])),
+        cu_seqlens=torch.from_numpy(starts_S).to(torch.int32),
+        rows_R=torch.from_numpy(targets_R - 1),
+        target_ids_R=torch.from_numpy(ids_T[targets_R]),
+        behavior_logprobs_R=torch.from_numpy(np.concatenate([sample.behavior_logprobs_R for sample in samples])),
+        advantages_R=torch.from_numpy(np.concatenate([sample.advantages_R for sample in samples])),
+    )
+
+
+def micro_batches(samples: Iterable[TrainSample], max_tokens: int) -> Iterator[Batch]:
+    """Pack samples of like length together, longest first, at most `max_tokens` a batch (one sample always fits)."""
+    pending: list[TrainSample] = []
+    used = 0
+    for sample in sorted(samples, key=lambda sample: (-sample.num_tokens, sample.key)):
+        if pending and used + sample.num_tokens > max_tokens:
+            yield pack(pending)
+            pending, used = [], 0
+        pending.append(sample)
+        used += sample.num_tokens
+    if pending:
+        yield pack(pending)

@@ -1,0 +1,153 @@
+"""The DeepSpeed engine: the only file that knows its keys.
+
+What it settles (measured on DeepSpeed 0.19): ZeRO stage 1 or 2 (0 has no true gradient norm), the caller owns the
+gradient-accumulation boundary (`managed_gradient_accumulation: false`, `scale_wrt_gas=False`), gradients are summed
+over ranks because the losses carry their global denominators, and AdamW is torch's fused one (DeepSpeed's own would be
+compiled on first use, for no gain here).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW (Loshchilov and Hutter 2019) and the gradient clip; the learning rate is set before every step."""
+
+    beta1: float
+    beta2: float
+    weight_decay: float
+    max_grad_norm: float
+    zero_stage: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks of one learner meet."""
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedEngine:
+    """One rank's engine around `module`, whose parameters are the fp32 masters."""
+
+    def __init__(self, module: nn.Module, settings: OptimizerSettings, rendezvous: Rendezvous):
+        os.environ.update(
+            RANK=str(rendezvous.rank),
+            WORLD_SIZE=str(rendezvous.world_size),
+            LOCAL_RANK="0",
+            MASTER_ADDR=rendezvous.address,
+            MASTER_PORT=str(rendezvous.port),
+        )
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        # DeepSpeed prints and configures logging when it is imported, so it is imported where it is used.
+        import deepspeed
+        import deepspeed.ops
+
+        # Its shared-memory collective serves inference only, and would be compiled for a minute on first use.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False)
+        self._engine: Any = deepspeed.initialize(model=module, config=_deepspeed_config(settings))[0]
+        self._masters = dict(module.named_parameters())
+
+    def forward(self, *args: Any) -> Any:
+        """The module's forward, with the engine's hooks."""
+        return self._engine(*args)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradient of `loss`, which is already divided by its global denominator."""
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self, lr: float) -> float:
+        """Clip, update the masters, clear the gradients; the global gradient norm before clipping."""
+        for group in self._engine.optimizer.optimizer.param_groups:
+            group["lr"] = lr
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm())
+
+    def optimizer_state(self) -> tuple[dict[str, torch.Tensor], int]:
+        """The moments of every parameter (`<moment>/<name>`, fp32) and the number of steps taken."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        num_steps = self._num_steps()
+        if num_steps == 0:
+            return {}, 0
+        moments: dict[str, torch.Tensor] = {}
+        for name, parameter in self._masters.items():
+            for moment in MOMENTS:
+                value = safe_get_full_optimizer_state(parameter, moment)
+                assert value is not None
+                moments[f"{moment}/{name}"] = value.detach().clone()
+        return moments, num_steps
+
+    def restore(self, masters: Mapping[str, torch.Tensor], moments: Mapping[str, torch.Tensor], num_steps: int) -> None:
+        """Put saved masters and optimizer state back, to the last bit."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        optimizer = self._engine.optimizer
+        if num_steps:
+            # AdamW creates its state in the first step; here it must exist before, and DeepSpeed must link to it.
+            for group in optimizer.optimizer.param_groups:
+                for flat in group["params"]:
+                    optimizer.optimizer.state[flat] = {
+                        "step": torch.tensor(float(num_steps)),
+                        **{moment: torch.zeros_like(flat) for moment in MOMENTS},
+                    }
+            optimizer._lazy_init_hp_params_optimizer_state()
+        with torch.no_grad():
+            for name, parameter in self._masters.items():
+                parameter.copy_(masters[name])
+                safe_set_full_fp32_param(parameter, masters[name])
+                if num_steps:
+                    for moment in MOMENTS:
+                        safe_set_full_optimizer_state(parameter, moments[f"{moment}/{name}"], moment)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._engine.destroy()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def _num_steps(self) -> int:
+        for state in self._engine.optimizer.optimizer.state.values():
+            if "step" in state:
+                return int(state["step"])
+        return 0
+
+
+def _deepspeed_config(settings: OptimizerSettings) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_allreduce_op": "sum",
+        "gradient_clipping": settings.max_grad_norm,
+        "zero_optimization": {"stage": settings.zero_stage},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": 0.0,
+                "betas": [settings.beta1, settings.beta2],
+                "weight_decay": settings.weight_decay,
+                "torch_adam": True,
+                "fused": True,
+            },
+        },
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }

@@ -1,0 +1,255 @@
+"""The learner: parity gate, policy update, supervised fine-tuning, publishing and its own state.
+
+A plain class; `rl.learner.actor` puts it into a Ray process, `rl.learner.deepspeed` runs its optimizer. It is blind to
+the algorithm: it computes logprobs, asks for the loss of each token, and averages over the trainable tokens of the
+whole minibatch, so a micro-batch boundary changes nothing but the order of sums.
+
+Shapes: T packed tokens, R trainable tokens, V vocabulary, L layers, K experts of a token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.config import ModelConfig
+from model.moe import load_balancing, router_z
+from model.snapshot import WeightSnapshot
+from rl.algorithms.base import Algorithm
+from rl.batch import Batch, TrainSample, micro_batches
+from rl.learner.deepspeed import DeepSpeedEngine, OptimizerSettings, Rendezvous
+from rl.learner.policy import PolicyOutput, PublishedPolicy
+from rl.parity import ParityReport, SampleParity
+from rollout.types import WeightVersion
+
+
+class LearnerError(ValueError):
+    """State that does not belong to this learner, or a step that produced a value which is not finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSpec:
+    """Everything a learner needs; picklable. `masters_file` holds the fp32 masters to start from."""
+
+    model: ModelConfig
+    optimizer: OptimizerSettings
+    masters_file: Path
+    num_threads: int
+    micro_batch_tokens: int
+    load_balance_coef: float
+    router_z_coef: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """Means over the trainable tokens of the round; `expert_load_LE` is each expert's share of a layer's tokens."""
+
+    num_steps: int
+    num_tokens: int
+    policy_loss: float
+    balance_loss: float
+    router_z_loss: float
+    clip_frac: float
+    kl_behavior_policy: float
+    grad_norm: float
+    expert_load_LE: np.ndarray
+
+
+class Learner:
+    """One rank."""
+
+    def __init__(self, spec: LearnerSpec, rendezvous: Rendezvous):
+        torch.set_num_threads(spec.num_threads)
+        self._spec = spec
+        self._policy = PublishedPolicy(spec.model)
+        self._engine = DeepSpeedEngine(self._policy, spec.optimizer, rendezvous)
+        self._engine.restore(_prefixed(load_file(spec.masters_file)), {}, 0)
+        self._policy.refresh()
+
+    @torch.no_grad()
+    def parity(self, samples: Sequence[TrainSample]) -> ParityReport:
+        """Behavior against policy logprobs of every sample under the weights that sampled it."""
+        reports: list[SampleParity] = []
+        entropy_sum = 0.0
+        for batch in micro_batches(samples, self._spec.micro_batch_tokens):
+            out = self._policy(batch)
+            logprobs_RV = torch.log_softmax(out.logits_RV, dim=-1)
+            entropy_sum -= float((logprobs_RV.exp() * logprobs_RV).sum())
+            reports += _sample_parities(batch, _chosen(logprobs_RV, batch), out.routes_TLK)
+        return ParityReport.of(reports, entropy_sum=entropy_sum)
+
+    def update(
+        self, minibatches: Sequence[Sequence[TrainSample]], algorithm: Algorithm, lr: float
+    ) -> UpdateReport | None:
+        """One optimizer step a minibatch; `None` when no sample is trained on (every group without variance)."""
+        totals = _Totals()
+        for samples in minibatches:
+            if samples:
+                self._minibatch(samples, algorithm, lr, totals)
+        return totals.report() if totals.num_steps else None
+
+    def fit(self, samples: Sequence[TrainSample], lr: float) -> float:
+        """One step of maximum likelihood on the samples' trainable tokens; the mean loss in nats a token."""
+        num_tokens = sum(len(sample.targets_R) for sample in samples)
+        num_packed = sum(sample.num_tokens for sample in samples)
+        loss_sum = 0.0
+        for batch in micro_batches(samples, self._spec.micro_batch_tokens):
+            out = self._engine.forward(batch)
+            loss = -_chosen(torch.log_softmax(out.logits_RV, dim=-1), batch).sum() / num_tokens
+            self._engine.backward(loss + self._router_loss(out, batch, num_packed)[0])
+            loss_sum += float(loss)
+        self._step(lr)
+        return loss_sum
+
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
+        """The bytes that the forward reads now, and how many codes of each tensor changed since the last snapshot."""
+        return self._policy.snapshot(version)
+
+    def view_differences(self, running: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Largest absolute difference of each tensor that `running` (what a worker decodes with) holds differently."""
+        return self._policy.view_differences(running)
+
+    def save(self, folder: Path) -> None:
+        """Masters, moments and step count as safetensors in `folder` (which exists)."""
+        masters = {name: master.detach().clone() for name, master in self._policy.model.named_parameters()}
+        moments, num_steps = self._engine.optimizer_state()
+        save_file(masters, folder / "masters.safetensors")
+        save_file(moments, folder / "optimizer.safetensors", metadata={"num_steps": str(num_steps)})
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote, to the last bit. Raises LearnerError when it is another model's."""
+        masters = _prefixed(load_file(folder / "masters.safetensors"))
+        expected = {name: tuple(parameter.shape) for name, parameter in self._policy.named_parameters()}
+        found = {name: tuple(tensor.shape) for name, tensor in masters.items()}
+        if expected != found:
+            differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+            raise LearnerError(
+                f"checkpoint {folder.name}: its tensors are not this model's, got a difference in {differing[:4]}; "
+                "use the model settings it was saved with"
+            )
+        moments, num_steps = _load_moments(folder / "optimizer.safetensors")
+        self._engine.restore(masters, moments, num_steps)
+        self._policy.refresh()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._engine.close()
+
+    def _minibatch(self, samples: Sequence[TrainSample], algorithm: Algorithm, lr: float, totals: _Totals) -> None:
+        num_tokens = sum(len(sample.targets_R) for sample in samples)
+        num_packed = sum(sample.num_tokens for sample in samples)
+        for batch in micro_batches(samples, self._spec.micro_batch_tokens):
+            out = self._engine.forward(batch)
+            logprobs_R = _chosen(torch.log_softmax(out.logits_RV, dim=-1), batch)
+            token_loss = algorithm.token_loss(logprobs_R, batch.behavior_logprobs_R, batch.advantages_R)
+            policy_loss = token_loss.loss_R.sum() / num_tokens
+            router_loss, balance, router_z_loss = self._router_loss(out, batch, num_packed)
+            self._engine.backward(policy_loss + router_loss)
+            totals.add(batch, out, policy_loss, balance, router_z_loss, token_loss.clipped_R, logprobs_R.detach())
+        totals.add_step(self._step(lr), num_tokens)
+
+    def _step(self, lr: float) -> float:
+        grad_norm = self._engine.step(lr)
+        if not np.isfinite(grad_norm):
+            raise LearnerError(
+                f"learner: the gradient must be finite, got norm {grad_norm}; lower algorithm.lr or look at the batch"
+            )
+        self._policy.refresh()
+        return grad_norm
+
+    def _router_loss(self, out: PolicyOutput, batch: Batch, num_packed: int) -> tuple[torch.Tensor, float, float]:
+        """Weighted router losses of a micro-batch, times its share of the minibatch's tokens; and both unweighted."""
+        share = batch.num_tokens / num_packed
+        balance = load_balancing(out.router_logits, out.routes_TLK) * share
+        router_z_loss = router_z(out.router_logits) * share
+        weighted = self._spec.load_balance_coef * balance + self._spec.router_z_coef * router_z_loss
+        return weighted, float(balance), float(router_z_loss)
+
+
+class _Totals:
+    """Sums over the micro-batches of a round."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._num_tokens = 0
+        self._sums = dict.fromkeys(("policy", "balance", "router_z", "clipped", "kl", "grad_norm"), 0.0)
+        self._load_LE: np.ndarray | None = None
+
+    def add(
+        self,
+        batch: Batch,
+        out: PolicyOutput,
+        policy_loss: torch.Tensor,
+        balance: float,
+        router_z_loss: float,
+        clipped_R: torch.Tensor,
+        logprobs_R: torch.Tensor,
+    ) -> None:
+        log_ratio_R = logprobs_R - batch.behavior_logprobs_R
+        self._sums["policy"] += float(policy_loss)
+        self._sums["balance"] += balance
+        self._sums["router_z"] += router_z_loss
+        self._sums["clipped"] += float(clipped_R.sum())
+        # The k3 estimator of KL(behavior || policy), never negative (Schulman 2020).
+        self._sums["kl"] += float((log_ratio_R.exp() - 1 - log_ratio_R).sum())
+        num_experts = out.router_logits[0].shape[-1]
+        counts_LE = np.stack(
+            [np.bincount(layer.reshape(-1), minlength=num_experts) for layer in out.routes_TLK.numpy().swapaxes(0, 1)]
+        )
+        self._load_LE = counts_LE if self._load_LE is None else self._load_LE + counts_LE
+
+    def add_step(self, grad_norm: float, num_tokens: int) -> None:
+        self.num_steps += 1
+        self._num_tokens += num_tokens
+        self._sums["grad_norm"] += grad_norm
+
+    def report(self) -> UpdateReport:
+        assert self._load_LE is not None
+        return UpdateReport(
+            num_steps=self.num_steps,
+            num_tokens=self._num_tokens,
+            policy_loss=self._sums["policy"] / self.num_steps,
+            balance_loss=self._sums["balance"] / self.num_steps,
+            router_z_loss=self._sums["router_z"] / self.num_steps,
+            clip_frac=self._sums["clipped"] / self._num_tokens,
+            kl_behavior_policy=self._sums["kl"] / self._num_tokens,
+            grad_norm=self._sums["grad_norm"] / self.num_steps,
+            expert_load_LE=self._load_LE / self._load_LE.sum(axis=1, keepdims=True),
+        )
+
+
+def _chosen(logprobs_RV: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Logprob of each trainable token."""
+    return logprobs_RV.gather(1, batch.target_ids_R[:, None])[:, 0]
+
+
+def _sample_parities(batch: Batch, logprobs_R: torch.Tensor, routes_TLK: torch.Tensor) -> list[SampleParity]:
+    """Cut a batch's logprobs and routes into its samples and compare each with what its sampler recorded."""
+    reports: list[SampleParity] = []
+    logprobs, routes = logprobs_R.numpy(), routes_TLK.to(torch.uint8).numpy()
+    token = row = 0
+    for sample in batch.samples:
+        num_rows = len(sample.targets_R)
+        reports.append(
+            SampleParity.of(sample, logprobs[row : row + num_rows], routes[token : token + sample.num_tokens])
+        )
+        token, row = token + sample.num_tokens, row + num_rows
+    return reports
+
+
+def _prefixed(masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Files hold the transformer's own names; the engine's module wraps it as `model`."""
+    return {f"model.{name}": tensor for name, tensor in masters.items()}
+
+
+def _load_moments(file: Path) -> tuple[dict[str, torch.Tensor], int]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as stored:
+        num_steps = int(stored.metadata()["num_steps"])
+    return load_file(file), num_steps

@@ -1,0 +1,83 @@
+"""The policy as the learner sees it: fp32 masters, read only through their published view.
+
+`refresh` quantizes every master once an optimizer step; the forward reads those dequantized bytes with a
+straight-through gradient, and `snapshot` publishes the same bytes. What is trained on is what is published.
+
+Shapes: T packed tokens, R rows whose next token is trained, V vocabulary, L layers, K experts of a token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.attention import PackedAttention
+from model.config import ModelConfig
+from model.layers import TORCH_DTYPE, project_logits
+from model.snapshot import (
+    PackedTensor,
+    StraightThrough,
+    WeightSnapshot,
+    codes_changed,
+    make_snapshot,
+    published_view,
+    view,
+)
+from model.transformer import Transformer
+from rl.batch import Batch
+from rollout.types import WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutput:
+    """Logits of the rows that predict trainable tokens, and what the routers did with every token."""
+
+    logits_RV: torch.Tensor
+    routes_TLK: torch.Tensor
+    router_logits: tuple[torch.Tensor, ...]
+
+
+class PublishedPolicy(nn.Module):
+    """A transformer whose forward reads the published view of its parameters."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.model = Transformer(config)
+        self._dtype = TORCH_DTYPE[config.compute_dtype]
+        self._packed: dict[str, PackedTensor] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        self._published: dict[str, PackedTensor] = {}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Requantize every master; call after each change of the masters."""
+        self._packed = published_view(dict(self.model.named_parameters()))
+        self._views = {name: view(packed, self._dtype) for name, packed in self._packed.items()}
+
+    def forward(self, batch: Batch) -> PolicyOutput:
+        """Run the packed batch; only `batch.rows_R` are projected to the vocabulary."""
+        weights = self._readable()
+        attend = PackedAttention(batch.cu_seqlens)
+        out = torch.func.functional_call(self.model, weights, (batch.ids_T, batch.positions_T, attend))
+        return PolicyOutput(
+            logits_RV=project_logits(out.hidden_TD[batch.rows_R], weights[self.model.output_weight_name]),
+            routes_TLK=out.routes_TLK,
+            router_logits=tuple(out.router_logits),
+        )
+
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
+        """The packed bytes as version `version`, and (changed, all) codes of each tensor since the last snapshot."""
+        changed = codes_changed(self._published, self._packed) if self._published else {}
+        self._published = self._packed
+        return make_snapshot(version, self._packed), changed
+
+    def _readable(self) -> dict[str, torch.Tensor]:
+        """The views, with the gradient going straight through to the masters."""
+        if not torch.is_grad_enabled():
+            return self._views
+        return {
+            name: StraightThrough.apply(master, self._views[name]) for name, master in self.model.named_parameters()
+        }

@@ -1,0 +1,41 @@
+"""The Ray shell around a rollout worker: it moves arguments and owns no logic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import ray
+
+from model.snapshot import WeightSnapshot
+from rollout.episode import EpisodeJob
+from rollout.types import Trajectory
+from rollout.worker import RolloutWorker, WorkerSpec
+
+
+@ray.remote(max_restarts=0)
+class RolloutActor:
+    """One worker in its own process."""
+
+    def __init__(self, spec: WorkerSpec):
+        self._worker = RolloutWorker(spec)
+
+    def pid(self) -> int:
+        """The process that runs the worker."""
+        return os.getpid()
+
+    def receive(self, snapshot: WeightSnapshot) -> Mapping[str, str]:
+        """See `RolloutWorker.receive`."""
+        return self._worker.receive(snapshot)
+
+    def run(self, jobs: Sequence[EpisodeJob], fresh_grading: bool) -> list[Trajectory]:
+        """See `RolloutWorker.run`."""
+        return self._worker.run(jobs, fresh_grading=fresh_grading)
+
+    def demonstrate(self, jobs: Sequence[EpisodeJob], answers: Sequence[tuple[str, ...]]) -> list[Trajectory]:
+        """See `RolloutWorker.demonstrate`."""
+        return self._worker.demonstrate(jobs, answers)
+
+    def close(self) -> None:
+        """See `RolloutWorker.close`."""
+        self._worker.close()

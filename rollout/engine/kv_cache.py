@@ -1,0 +1,147 @@
+"""The KV cache: one row of slots a session, and the attention that reads and writes it.
+
+Invariant: `lengths[s]` positions of session `s` hold keys and values of exactly the ids computed so far under the
+current weights; a weight swap drops every session.
+
+Shapes: T packed new tokens, N rows (sessions) of the batch, H query heads, G key/value heads, d head dim, C slots
+(positions) a row, M longest run of new tokens in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class CacheError(ValueError):
+    """A request that the cache cannot hold."""
+
+
+class KvCache:
+    """Keys and values of up to `num_rows` sessions of up to `max_tokens` positions.
+
+    A session's row may move (`arrange`), so that the rows of a batch are always the first ones: the hot decode step
+    then reads a view of the cache and copies nothing.
+    """
+
+    def __init__(
+        self, *, num_layers: int, num_rows: int, num_kv_heads: int, head_dim: int, max_tokens: int, dtype: torch.dtype
+    ):
+        shape = (num_layers, num_rows, num_kv_heads, max_tokens, head_dim)
+        self.keys_LNGCd = torch.zeros(shape, dtype=dtype)
+        self.values_LNGCd = torch.zeros(shape, dtype=dtype)
+        self.num_rows = num_rows
+        self.max_tokens = max_tokens
+        self._sessions: list[int | None] = [None] * num_rows
+        self._lengths = [0] * num_rows
+        self._row_of: dict[int, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Rows without a session."""
+        return self.num_rows - len(self._row_of)
+
+    def length(self, session: int) -> int:
+        """Positions of the session that are computed; 0 when it is unknown."""
+        row = self._row_of.get(session)
+        return 0 if row is None else self._lengths[row]
+
+    def open(self, session: int) -> None:
+        """Give the session a row, unless it has one. Raises CacheError when none is free."""
+        if session in self._row_of:
+            return
+        if not self.num_free:
+            raise CacheError(f"kv cache: no free row, got session {session}; close sessions or raise num_rows")
+        row = self._sessions.index(None)
+        self._sessions[row], self._lengths[row], self._row_of[session] = session, 0, row
+
+    def close(self, session: int) -> None:
+        """Give the session's row back. Unknown sessions are fine: closing is idempotent."""
+        row = self._row_of.pop(session, None)
+        if row is not None:
+            self._sessions[row], self._lengths[row] = None, 0
+
+    def clear(self) -> None:
+        """Drop every session: their keys and values belong to weights that are gone."""
+        for session in list(self._row_of):
+            self.close(session)
+
+    def arrange(self, sessions: list[int]) -> None:
+        """Move rows so that `sessions` are rows 0..N-1 in this order; other sessions follow."""
+        front = [self._row_of[session] for session in sessions]
+        if front == list(range(len(front))):
+            return
+        chosen = set(front)
+        order = front + [row for row in range(self.num_rows) if row not in chosen]
+        index = torch.tensor(order)
+        self.keys_LNGCd = self.keys_LNGCd.index_select(1, index)
+        self.values_LNGCd = self.values_LNGCd.index_select(1, index)
+        self._sessions = [self._sessions[row] for row in order]
+        self._lengths = [self._lengths[row] for row in order]
+        self._row_of = {session: row for row, session in enumerate(self._sessions) if session is not None}
+
+    def extend(self, counts: list[int], keep: list[bool]) -> CachedAttention:
+        """Attention for `counts[n]` new tokens in row n (rows 0..N-1).
+
+        Rows with `keep` grow; what the others compute is thrown away (it is written where their next token goes).
+        """
+        starts = [
+            length if kept else min(length, self.max_tokens - 1)
+            for length, kept in zip(self._lengths, keep, strict=False)
+        ]
+        for row, (count, kept) in enumerate(zip(counts, keep, strict=True)):
+            if starts[row] + count > self.max_tokens:
+                raise CacheError(
+                    f"kv cache: {self.max_tokens} positions a session, got {starts[row] + count}; "
+                    "raise env.max_context_tokens"
+                )
+            if kept:
+                self._lengths[row] = starts[row] + count
+        return CachedAttention(self, starts, counts)
+
+
+class CachedAttention:
+    """One forward's attention: writes the new keys and values, then attends to the row's whole past.
+
+    `positions_T` are the absolute positions of the packed new tokens.
+    """
+
+    def __init__(self, cache: KvCache, starts: list[int], counts: list[int]):
+        self._cache = cache
+        starts_N, counts_N = torch.tensor(starts), torch.tensor(counts)
+        self._num_rows = len(counts)
+        self._longest = max(counts)
+        self._rows_T = torch.repeat_interleave(torch.arange(self._num_rows), counts_N)
+        first_N = counts_N.cumsum(0) - counts_N
+        self._offsets_T = torch.arange(len(self._rows_T)) - first_N[self._rows_T]
+        self.positions_T = starts_N[self._rows_T] + self._offsets_T
+        self._context = int((starts_N + counts_N).max())
+        key_C = torch.arange(self._context)
+        if self._longest == 1:
+            self._mask = (key_C <= starts_N[:, None])[:, None, None]  # [N, 1, 1, C]
+        else:
+            query_NM = starts_N[:, None] + torch.arange(self._longest).clamp(max=counts_N[:, None] - 1)
+            self._mask = (key_C <= query_NM[..., None])[:, None]  # [N, 1, M, C]
+
+    def __call__(self, layer_index: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor) -> torch.Tensor:
+        """Attention output [T, H, d] of the new tokens at `layer_index`."""
+        keys, values = self._cache.keys_LNGCd[layer_index], self._cache.values_LNGCd[layer_index]
+        keys[self._rows_T, :, self.positions_T] = k_TGd
+        values[self._rows_T, :, self.positions_T] = v_TGd
+        num_heads, head_dim = q_THd.shape[1:]
+        if self._longest == 1:
+            q_NHMd = q_THd.unsqueeze(2)
+        else:
+            q_NMHd = q_THd.new_zeros(self._num_rows, self._longest, num_heads, head_dim)
+            q_NMHd[self._rows_T, self._offsets_T] = q_THd
+            q_NHMd = q_NMHd.transpose(1, 2)
+        o_NHMd = F.scaled_dot_product_attention(
+            q_NHMd,
+            keys[: self._num_rows, :, : self._context],
+            values[: self._num_rows, :, : self._context],
+            attn_mask=self._mask,
+            enable_gqa=num_heads != keys.shape[1],
+        )
+        if self._longest == 1:
+            return o_NHMd.squeeze(2)
+        return o_NHMd.transpose(1, 2)[self._rows_T, self._offsets_T]

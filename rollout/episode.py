@@ -1,0 +1,181 @@
+"""One episode: the policy and the environment take turns until one of them ends it.
+
+No Ray, no model: a sampler continues ids, the environment answers messages, the renderer stands between. Whatever
+breaks here is data, not a crash: it becomes a `Failure` (masked, retried), never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from envs.base import Env, SandboxLost
+from rollout.renderer import ChatRenderer
+from rollout.types import (
+    Boundary,
+    Checks,
+    Evidence,
+    Failure,
+    FinishReason,
+    Generation,
+    Message,
+    SampledBy,
+    Sampler,
+    SampleRequest,
+    SamplingParams,
+    Segment,
+    SpanOrigin,
+    StopReason,
+    Task,
+    TaskLimits,
+    TokenSpan,
+    Trajectory,
+    Turn,
+    Verdict,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeJob:
+    """One episode to run. `session` is unique in its batch; `seed` keys every sampled token."""
+
+    task: Task
+    sample_index: int
+    session: int
+    seed: int
+    temperature: float
+    limits: TaskLimits
+    max_context_tokens: int
+
+
+async def run_episode(job: EpisodeJob, env: Env, sampler: Sampler, renderer: ChatRenderer) -> Trajectory:
+    """Run `job` to its end and return the trajectory, whatever happens."""
+    started = time.monotonic()
+    history = _History()
+    stop: StopReason | None = None
+    failure: Failure | None = None
+    evidence: Evidence | None = None
+    try:
+        stop = await _take_turns(job, env, sampler, renderer, history)
+        evidence = await env.evidence()
+    except SandboxLost as lost:
+        failure = Failure(boundary=Boundary.SANDBOX, message=str(lost))
+    except Exception:  # noqa: BLE001 (the episode boundary: a broken episode must not end the round)
+        failure = Failure(boundary=Boundary.EPISODE, message=traceback.format_exc(limit=8))
+    finally:
+        sampler.close_session(job.session)
+        await env.close()
+    if failure is not None:
+        stop = None
+        evidence = Evidence(
+            verdict=Verdict.MASKED, turns=(), hidden=Checks(passed=0, declared=0), reason=failure.message
+        )
+    assert evidence is not None
+    return Trajectory(
+        task_id=job.task.id,
+        sample_index=job.sample_index,
+        segments=history.segments(),
+        stop=stop,
+        failure=failure,
+        evidence=evidence,
+        seconds=time.monotonic() - started,
+    )
+
+
+async def _take_turns(
+    job: EpisodeJob, env: Env, sampler: Sampler, renderer: ChatRenderer, history: _History
+) -> StopReason:
+    """Alternate until the environment terminates or a limit truncates; `history` grows turn by turn."""
+    history.add_context(renderer.opening(await env.reset(job.task)))
+    for turn_index in range(job.limits.max_turns):
+        room = job.max_context_tokens - len(history.ids)
+        if room < 1:
+            return StopReason.TRUNCATED_CONTEXT
+        params = SamplingParams(temperature=job.temperature, max_tokens=min(job.limits.max_tokens_per_turn, room))
+        generation = await sampler.sample(
+            SampleRequest(session=job.session, prompt_ids=tuple(history.ids), params=params, seed=job.seed)
+        )
+        message = renderer.answer(generation.ids)
+        history.add_turn(generation, params, message)
+        if generation.finish is FinishReason.LENGTH:
+            # An unfinished answer is not acted on: it was cut, and what is missing may change its meaning.
+            return StopReason.TRUNCATED_TOKENS
+        result = await env.step(message)
+        history.observe(result.observations)
+        if result.terminated:
+            return StopReason.TERMINATED
+        if turn_index + 1 < job.limits.max_turns:
+            history.add_context(renderer.observation(result.observations))
+    return StopReason.TRUNCATED_TURNS
+
+
+@dataclass(slots=True)
+class _History:
+    """The ids so far and the spans they came in; routes are cut to the spans at the end."""
+
+    ids: list[int] = field(default_factory=list[int])
+    opening: TokenSpan | None = None
+    turns: list[tuple[list[TokenSpan], Message, tuple[Message, ...]]] = field(default_factory=list)
+    pending: TokenSpan | None = None
+    routes: list[np.ndarray] = field(default_factory=list)
+
+    def add_context(self, span: TokenSpan) -> None:
+        self.ids += span.ids
+        if self.opening is None:
+            self.opening = span
+        else:
+            self.pending = span
+
+    def add_turn(self, generation: Generation, params: SamplingParams, message: Message) -> None:
+        sampled = TokenSpan(
+            origin=SpanOrigin.SAMPLED,
+            ids=generation.ids,
+            sampled_by=SampledBy(
+                logprobs_T=generation.logprobs_T, weight_version=generation.weight_version, params=params
+            ),
+        )
+        spans = [sampled] if self.pending is None else [self.pending, sampled]
+        self.pending = None
+        self.ids += generation.ids
+        self.turns.append((spans, message, ()))
+        self.routes.append(generation.routes_TLK)
+
+    def observe(self, observations: tuple[Message, ...]) -> None:
+        spans, message, _ = self.turns[-1]
+        self.turns[-1] = (spans, message, observations)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The finished segment, each span with its own rows of the routes."""
+        if self.opening is None:
+            return ()
+        routes = _Cutter(np.concatenate(self.routes)) if self.routes else None
+        opening = _routed(self.opening, routes)
+        turns = tuple(
+            Turn(spans=tuple(_routed(span, routes) for span in spans), message=message, observations=observations)
+            for spans, message, observations in self.turns
+        )
+        return (Segment(opening=opening, turns=turns),)
+
+
+@dataclass(slots=True)
+class _Cutter:
+    """Hands out consecutive rows."""
+
+    rows: np.ndarray
+    start: int = 0
+
+    def take(self, count: int) -> np.ndarray:
+        taken = self.rows[self.start : self.start + count]
+        self.start += count
+        return taken
+
+
+def _routed(span: TokenSpan, routes: _Cutter | None) -> TokenSpan:
+    if routes is None:
+        return span
+    return TokenSpan(
+        origin=span.origin, ids=span.ids, sampled_by=span.sampled_by, routes_TLK=routes.take(len(span.ids))
+    )

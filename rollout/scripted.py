@@ -1,0 +1,38 @@
+"""A sampler that says what it is told: demonstrations, and scripted policies in tests and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rollout.renderer import ChatRenderer
+from rollout.types import FinishReason, Generation, SampleRequest, WeightVersion
+
+SCRIPTED = WeightVersion(-1)
+"""The weight version of tokens that no model sampled."""
+
+
+class ScriptedSampler:
+    """Answers the turns of one episode with fixed texts; their logprob is 0 (they were certain)."""
+
+    def __init__(self, renderer: ChatRenderer, answers: Sequence[str]):
+        self._renderer = renderer
+        self._answers: Iterator[str] = iter(answers)
+
+    async def sample(self, request: SampleRequest) -> Generation:
+        """The next scripted answer. Raises StopIteration's message as an error when the script is at its end."""
+        text = next(self._answers, None)
+        if text is None:
+            raise ValueError(f"script: no answer left, got a request in session {request.session}; lower max_turns")
+        ids = self._renderer.answer_ids(text)
+        return Generation(
+            ids=ids,
+            logprobs_T=np.zeros(len(ids), dtype=np.float32),
+            routes_TLK=np.zeros((0, 0, 0), dtype=np.uint8),
+            finish=FinishReason.STOP,
+            weight_version=SCRIPTED,
+        )
+
+    def close_session(self, session: int) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,46 @@
+"""The receiving end of publishing: verify a snapshot, derive the views, swap them in.
+
+Nothing is swapped before everything is verified: every tensor present, of the expected shape and format, its digest
+recomputed from the bytes that arrived. After the swap the worker answers with the digests of what it now runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from model.config import ModelConfig
+from model.layers import TORCH_DTYPE
+from model.snapshot import WeightSnapshot, expected_tensors, snapshot_views, verify
+from rollout.engine.engine import Engine
+from rollout.types import WeightVersion
+
+
+class StaleSnapshotError(ValueError):
+    """A snapshot that is not newer than the weights in use."""
+
+
+class Subscriber:
+    """Feeds one engine from published snapshots."""
+
+    def __init__(self, config: ModelConfig, engine: Engine):
+        self._expected = expected_tensors(config)
+        self._dtype = TORCH_DTYPE[config.compute_dtype]
+        self._engine = engine
+        self._version: WeightVersion | None = None
+
+    def receive(self, snapshot: WeightSnapshot) -> Mapping[str, str]:
+        """Swap `snapshot` in and return the digest of every tensor now in use.
+
+        Raises SnapshotError naming the tensor that did not arrive as sent, StaleSnapshotError for an old version.
+        """
+        if self._version is not None and snapshot.version <= self._version:
+            raise StaleSnapshotError(
+                f"snapshot: versions only grow, got {snapshot.version} after {self._version}; publish the next version"
+            )
+        verify(snapshot, self._expected)
+        views: dict[str, torch.Tensor] = snapshot_views(snapshot, self._dtype)
+        self._engine.swap_weights(snapshot.version, views)
+        self._version = snapshot.version
+        return snapshot.digests

@@ -1,0 +1,77 @@
+"""The byte-level BPE tokenizer: trained on an experiment's own corpus, saved beside its checkpoint.
+
+Every byte is a token, so any text can be read and emitted; digits are split. Control tokens are ids of their own that
+no text encodes to: a tool output that spells `<assistant>` stays plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be trained, or a file that is not one of ours."""
+
+
+class Control(StrEnum):
+    """Control tokens, in the order of their ids (0, 1, ...)."""
+
+    BOS = "<bos>"
+    SYSTEM = "<system>"
+    USER = "<user>"
+    ASSISTANT = "<assistant>"
+    TOOL = "<tool>"
+    END = "<end>"
+
+
+CONTROL_IDS = {control: index for index, control in enumerate(Control)}
+_SMALLEST_VOCABULARY = len(Control) + 256
+
+
+def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A tokenizer of at most `vocab_size` entries (all 256 bytes and the control tokens included)."""
+    if vocab_size < _SMALLEST_VOCABULARY:
+        raise TokenizerError(
+            f"warm_start.tokenizer_vocab_size: must hold 256 bytes and {len(Control)} control tokens, "
+            f"got {vocab_size}; use at least {_SMALLEST_VOCABULARY}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[str(control) for control in Control],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    return _checked(tokenizer, "the trained tokenizer")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer saved at `path` (`tokenizer.json`)."""
+    if not path.is_file():
+        raise TokenizerError(f"tokenizer: no file, got {path}; point to a folder that rl.sft wrote")
+    return tokenizer_from_json(path.read_text())
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """The tokenizer in its serialized form, as it travels to the rollout workers."""
+    return _checked(Tokenizer.from_str(text), "the tokenizer file")
+
+
+def _checked(tokenizer: Tokenizer, what: str) -> Tokenizer:
+    for control, index in CONTROL_IDS.items():
+        if tokenizer.token_to_id(control) != index:
+            raise TokenizerError(
+                f"{what}: control token {control} must have id {index}, got {tokenizer.token_to_id(control)}; "
+                "train it with rl.sft"
+            )
+    tokenizer.encode_special_tokens = True  # text that spells a control token is plain text
+    return tokenizer

@@ -1,0 +1,101 @@
+"""A rollout worker: one engine, one environment factory, and the episodes that run on them.
+
+A plain class; `rollout.actor` puts it into a Ray process. The batch of episodes runs as coroutines in lockstep
+(`rollout.engine.scheduler`); episodes that infrastructure broke are run again, the same job with the same seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from envs.config import EnvConfig
+from envs.registry import build_factory
+from model.config import ModelConfig
+from model.snapshot import WeightSnapshot
+from rollout.engine.engine import Engine
+from rollout.engine.scheduler import LockstepSampler
+from rollout.episode import EpisodeJob, run_episode
+from rollout.renderer import ChatRenderer
+from rollout.scripted import ScriptedSampler
+from rollout.subscribe import Subscriber
+from rollout.tokenizer import tokenizer_from_json
+from rollout.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Everything a worker needs; picklable. `max_sessions` bounds the episodes that decode together."""
+
+    env: EnvConfig
+    model: ModelConfig
+    tokenizer_json: str
+    num_threads: int
+    max_sessions: int
+    max_retries: int
+
+
+class RolloutWorker:
+    """Runs batches of episodes under the last received weights."""
+
+    def __init__(self, spec: WorkerSpec):
+        torch.set_num_threads(spec.num_threads)
+        self._spec = spec
+        self._renderer = ChatRenderer(tokenizer_from_json(spec.tokenizer_json))
+        self._engine = Engine(
+            spec.model,
+            max_sessions=spec.max_sessions,
+            max_tokens=spec.env.max_context_tokens,
+            stop_id=self._renderer.stop_id,
+        )
+        self._subscriber = Subscriber(spec.model, self._engine)
+        self._training_envs = build_factory(spec.env, fresh_grading=False)
+        self._evaluation_envs = build_factory(spec.env, fresh_grading=True)
+
+    def receive(self, snapshot: WeightSnapshot) -> Mapping[str, str]:
+        """Swap new weights in; the digests of what is now in use."""
+        return self._subscriber.receive(snapshot)
+
+    def run(self, jobs: Sequence[EpisodeJob], *, fresh_grading: bool) -> list[Trajectory]:
+        """The trajectories of `jobs`, in their order; a broken episode is retried, then returned as a failure."""
+        results: dict[int, Trajectory] = {}
+        pending = list(jobs)
+        for _ in range(self._spec.max_retries + 1):
+            for start in range(0, len(pending), self._spec.max_sessions):
+                batch = pending[start : start + self._spec.max_sessions]
+                sampler = LockstepSampler(self._engine, [job.session for job in batch])
+                for job, trajectory in zip(
+                    batch, self._gather(batch, [sampler] * len(batch), fresh_grading), strict=True
+                ):
+                    results[job.session] = trajectory
+            pending = [job for job in pending if results[job.session].failure is not None]
+            if not pending:
+                break
+        return [results[job.session] for job in jobs]
+
+    def demonstrate(self, jobs: Sequence[EpisodeJob], answers: Sequence[tuple[str, ...]]) -> list[Trajectory]:
+        """The trajectories of a scripted solver that says `answers[i]` in the turns of job i."""
+        samplers = [ScriptedSampler(self._renderer, script) for script in answers]
+        return self._gather(jobs, samplers, fresh_grading=False)
+
+    def close(self) -> None:
+        """End the sandboxes. Idempotent."""
+        self._training_envs.close()
+        self._evaluation_envs.close()
+
+    def _gather(
+        self, jobs: Sequence[EpisodeJob], samplers: Sequence[LockstepSampler | ScriptedSampler], fresh_grading: bool
+    ) -> list[Trajectory]:
+        envs = self._evaluation_envs if fresh_grading else self._training_envs
+
+        async def gather() -> list[Trajectory]:
+            episodes = (
+                run_episode(job, envs.make(), sampler, self._renderer)
+                for job, sampler in zip(jobs, samplers, strict=True)
+            )
+            return await asyncio.gather(*episodes)
+
+        return asyncio.run(gather())
