@@ -58,8 +58,12 @@ class EnvFactory(ABC):
     """Makes episodes and tasks; one for each rollout worker, shared by its episodes (it owns the sandbox pool)."""
 
     @abstractmethod
-    def make(self) -> Env:
-        """A new environment for one episode."""
+    def make(self, *, fresh_grading: bool = False) -> Env:
+        """A new environment for one episode.
+
+        `fresh_grading` asks that the final answer be graded in a sandbox that has run nothing before (evaluation);
+        otherwise a pooled one that was reset will do. An environment without sandboxes ignores it.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -44,7 +44,7 @@ class Publisher:
         self.version = version
         return Published(
             version=version,
-            num_bytes=sum(tensor.num_bytes for tensor in snapshot.tensors.values()),
+            num_bytes=snapshot.num_bytes,
             codes_changed=changed,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import ray
 
 from model.snapshot import WeightSnapshot
@@ -27,6 +28,10 @@ class RolloutActor:
     def receive(self, snapshot: WeightSnapshot) -> Mapping[str, str]:
         """See `RolloutWorker.receive`."""
         return self._worker.receive(snapshot)
+
+    def running_views(self) -> Mapping[str, np.ndarray]:
+        """See `RolloutWorker.running_views`."""
+        return self._worker.running_views()
 
     def run(self, jobs: Sequence[EpisodeJob], fresh_grading: bool) -> list[Trajectory]:
         """See `RolloutWorker.run`."""

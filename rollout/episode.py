@@ -151,7 +151,9 @@ class _History:
         """The finished segment, each span with its own rows of the routes."""
         if self.opening is None:
             return ()
-        routes = _Cutter(np.concatenate(self.routes)) if self.routes else None
+        rows = np.concatenate(self.routes) if self.routes else None
+        # A scripted sampler computes nothing, so it has no routes to give.
+        routes = _Cutter(rows) if rows is not None and len(rows) else None
         opening = _routed(self.opening, routes)
         turns = tuple(
             Turn(spans=tuple(_routed(span, routes) for span in spans), message=message, observations=observations)

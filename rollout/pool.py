@@ -6,7 +6,7 @@ Every wait has a deadline and names the worker it waits for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,9 @@ class RolloutPool:
 
     def __init__(self, spec: WorkerSpec, *, num_workers: int, deadline_s: float):
         self._deadline_s = deadline_s
+        actor_class: Any = RolloutActor  # Ray's decorator hides the class from the type checker
         options = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}}
-        self._actors = [RolloutActor.options(**options).remote(spec) for _ in range(num_workers)]
+        self._actors: list[Any] = [actor_class.options(**options).remote(spec) for _ in range(num_workers)]
         self._pids: list[int] = []
         self._pids = self._call("start", "pid", [() for _ in self._actors])
 
@@ -63,6 +64,10 @@ class RolloutPool:
                     f"publish: worker {index} runs other weights than version {snapshot.version}, got a difference in "
                     f"{wrong[:3] or sorted(set(digests) ^ set(snapshot.digests))[:3]}; restart the run"
                 )
+
+    def running_views(self) -> list[Mapping[str, np.ndarray]]:
+        """The weights that each worker decodes with, in fp32 (for a diagnosis: everything is copied)."""
+        return self._call("send its weights", "running_views", [() for _ in self._actors])
 
     def rollout(self, tasks: Sequence[Task], plan: SamplePlan) -> list[TrajectoryGroup]:
         """`plan.group_size` trajectories of every task, grouped, in the order of the tasks."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from model.config import ModelConfig
 from model.layers import TORCH_DTYPE
-from model.snapshot import WeightSnapshot, expected_tensors, snapshot_views, verify
+from model.snapshot import WeightSnapshot, verify, view
+from model.transformer import parameter_shapes
 from rollout.engine.engine import Engine
 from rollout.types import WeightVersion
 
@@ -25,7 +24,7 @@ class Subscriber:
     """Feeds one engine from published snapshots."""
 
     def __init__(self, config: ModelConfig, engine: Engine):
-        self._expected = expected_tensors(config)
+        self._expected = parameter_shapes(config)
         self._dtype = TORCH_DTYPE[config.compute_dtype]
         self._engine = engine
         self._version: WeightVersion | None = None
@@ -40,7 +39,7 @@ class Subscriber:
                 f"snapshot: versions only grow, got {snapshot.version} after {self._version}; publish the next version"
             )
         verify(snapshot, self._expected)
-        views: dict[str, torch.Tensor] = snapshot_views(snapshot, self._dtype)
+        views = {name: view(packed, self._dtype) for name, packed in snapshot.tensors.items()}
         self._engine.swap_weights(snapshot.version, views)
         self._version = snapshot.version
         return snapshot.digests

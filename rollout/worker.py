@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from envs.config import EnvConfig
@@ -52,12 +53,15 @@ class RolloutWorker:
             stop_id=self._renderer.stop_id,
         )
         self._subscriber = Subscriber(spec.model, self._engine)
-        self._training_envs = build_factory(spec.env, fresh_grading=False)
-        self._evaluation_envs = build_factory(spec.env, fresh_grading=True)
+        self._envs = build_factory(spec.env)
 
     def receive(self, snapshot: WeightSnapshot) -> Mapping[str, str]:
         """Swap new weights in; the digests of what is now in use."""
         return self._subscriber.receive(snapshot)
+
+    def running_views(self) -> Mapping[str, np.ndarray]:
+        """See `Engine.running_views`."""
+        return self._engine.running_views()
 
     def run(self, jobs: Sequence[EpisodeJob], *, fresh_grading: bool) -> list[Trajectory]:
         """The trajectories of `jobs`, in their order; a broken episode is retried, then returned as a failure."""
@@ -83,17 +87,14 @@ class RolloutWorker:
 
     def close(self) -> None:
         """End the sandboxes. Idempotent."""
-        self._training_envs.close()
-        self._evaluation_envs.close()
+        self._envs.close()
 
     def _gather(
         self, jobs: Sequence[EpisodeJob], samplers: Sequence[LockstepSampler | ScriptedSampler], fresh_grading: bool
     ) -> list[Trajectory]:
-        envs = self._evaluation_envs if fresh_grading else self._training_envs
-
         async def gather() -> list[Trajectory]:
             episodes = (
-                run_episode(job, envs.make(), sampler, self._renderer)
+                run_episode(job, self._envs.make(fresh_grading=fresh_grading), sampler, self._renderer)
                 for job, sampler in zip(jobs, samplers, strict=True)
             )
             return await asyncio.gather(*episodes)

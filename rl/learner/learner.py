@@ -2,7 +2,8 @@
 
 A plain class; `rl.learner.actor` puts it into a Ray process, `rl.learner.deepspeed` runs its optimizer. It is blind to
 the algorithm: it computes logprobs, asks for the loss of each token, and averages over the trainable tokens of the
-whole minibatch, so a micro-batch boundary changes nothing but the order of sums.
+whole minibatch, so a micro-batch boundary changes nothing in it but the order of sums. The router losses take their
+dispatch counts from the micro-batch (one pass instead of two), weighted by its share of the minibatch's tokens.
 
 Shapes: T packed tokens, R trainable tokens, V vocabulary, L layers, K experts of a token, E experts.
 """
@@ -15,10 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from model.checkpoint import load_model, save_model
 from model.config import ModelConfig
-from model.moe import load_balancing, router_z
+from model.moe_losses import dispatch_totals, load_balancing_loss, router_sums, router_z_loss
 from model.snapshot import WeightSnapshot
 from rl.algorithms.base import Algorithm
 from rl.batch import Batch, TrainSample, micro_batches
@@ -27,6 +30,8 @@ from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.parity import ParityReport, SampleParity
 from rollout.types import WeightVersion
 
+OPTIMIZER_FILE = "optimizer.safetensors"
+
 
 class LearnerError(ValueError):
     """State that does not belong to this learner, or a step that produced a value which is not finite."""
@@ -34,11 +39,11 @@ class LearnerError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpec:
-    """Everything a learner needs; picklable. `masters_file` holds the fp32 masters to start from."""
+    """Everything a learner needs; picklable. `start` is the model folder to start from."""
 
     model: ModelConfig
     optimizer: OptimizerSettings
-    masters_file: Path
+    start: Path
     num_threads: int
     micro_batch_tokens: int
     load_balance_coef: float
@@ -68,7 +73,7 @@ class Learner:
         self._spec = spec
         self._policy = PublishedPolicy(spec.model)
         self._engine = DeepSpeedEngine(self._policy, spec.optimizer, rendezvous)
-        self._engine.restore(_prefixed(load_file(spec.masters_file)), {}, 0)
+        self._engine.restore(_prefixed(load_model(spec.start).masters()), {}, 0)
         self._policy.refresh()
 
     @torch.no_grad()
@@ -115,25 +120,20 @@ class Learner:
         return self._policy.view_differences(running)
 
     def save(self, folder: Path) -> None:
-        """Masters, moments and step count as safetensors in `folder` (which exists)."""
-        masters = {name: master.detach().clone() for name, master in self._policy.model.named_parameters()}
+        """Write the masters as a model folder into `folder` (which exists), the optimizer beside them."""
         moments, num_steps = self._engine.optimizer_state()
-        save_file(masters, folder / "masters.safetensors")
-        save_file(moments, folder / "optimizer.safetensors", metadata={"num_steps": str(num_steps)})
+        save_model(folder, self._spec.model, dict(self._policy.model.named_parameters()), {})
+        save_file(moments, folder / OPTIMIZER_FILE, metadata={"num_steps": str(num_steps)})
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, to the last bit. Raises LearnerError when it is another model's."""
-        masters = _prefixed(load_file(folder / "masters.safetensors"))
-        expected = {name: tuple(parameter.shape) for name, parameter in self._policy.named_parameters()}
-        found = {name: tuple(tensor.shape) for name, tensor in masters.items()}
-        if expected != found:
-            differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+        loaded = load_model(folder)
+        if loaded.config != self._spec.model:
             raise LearnerError(
-                f"checkpoint {folder.name}: its tensors are not this model's, got a difference in {differing[:4]}; "
+                f"checkpoint {folder.name}: must be of the model of this run, got {loaded.config}; "
                 "use the model settings it was saved with"
             )
-        moments, num_steps = _load_moments(folder / "optimizer.safetensors")
-        self._engine.restore(masters, moments, num_steps)
+        self._engine.restore(_prefixed(loaded.masters()), *_load_moments(folder / OPTIMIZER_FILE))
         self._policy.refresh()
 
     def close(self) -> None:
@@ -165,10 +165,13 @@ class Learner:
     def _router_loss(self, out: PolicyOutput, batch: Batch, num_packed: int) -> tuple[torch.Tensor, float, float]:
         """Weighted router losses of a micro-batch, times its share of the minibatch's tokens; and both unweighted."""
         share = batch.num_tokens / num_packed
-        balance = load_balancing(out.router_logits, out.routes_TLK) * share
-        router_z_loss = router_z(out.router_logits) * share
-        weighted = self._spec.load_balance_coef * balance + self._spec.router_z_coef * router_z_loss
-        return weighted, float(balance), float(router_z_loss)
+        real_T = torch.ones(batch.num_tokens, dtype=torch.bool)  # packed: every token is real
+        totals = dispatch_totals(out.routes_TLK, real_T, self._spec.model.num_experts)
+        sums = router_sums(out.router_logits_TE, real_T)
+        balance = load_balancing_loss(sums, totals) * share
+        z_loss = router_z_loss(sums, totals) * share
+        weighted = self._spec.load_balance_coef * balance + self._spec.router_z_coef * z_loss
+        return weighted, float(balance), float(z_loss)
 
 
 class _Totals:
@@ -197,7 +200,7 @@ class _Totals:
         self._sums["clipped"] += float(clipped_R.sum())
         # The k3 estimator of KL(behavior || policy), never negative (Schulman 2020).
         self._sums["kl"] += float((log_ratio_R.exp() - 1 - log_ratio_R).sum())
-        num_experts = out.router_logits[0].shape[-1]
+        num_experts = out.router_logits_TE[0].shape[-1]
         counts_LE = np.stack(
             [np.bincount(layer.reshape(-1), minlength=num_experts) for layer in out.routes_TLK.numpy().swapaxes(0, 1)]
         )
@@ -231,7 +234,7 @@ def _chosen(logprobs_RV: torch.Tensor, batch: Batch) -> torch.Tensor:
 def _sample_parities(batch: Batch, logprobs_R: torch.Tensor, routes_TLK: torch.Tensor) -> list[SampleParity]:
     """Cut a batch's logprobs and routes into its samples and compare each with what its sampler recorded."""
     reports: list[SampleParity] = []
-    logprobs, routes = logprobs_R.numpy(), routes_TLK.to(torch.uint8).numpy()
+    logprobs, routes = logprobs_R.numpy(), routes_TLK.numpy()
     token = row = 0
     for sample in batch.samples:
         num_rows = len(sample.targets_R)
@@ -248,8 +251,6 @@ def _prefixed(masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _load_moments(file: Path) -> tuple[dict[str, torch.Tensor], int]:
-    from safetensors import safe_open
-
     with safe_open(file, framework="pt") as stored:
         num_steps = int(stored.metadata()["num_steps"])
     return load_file(file), num_steps

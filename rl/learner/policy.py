@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -37,7 +39,7 @@ class PolicyOutput:
 
     logits_RV: torch.Tensor
     routes_TLK: torch.Tensor
-    router_logits: tuple[torch.Tensor, ...]
+    router_logits_TE: tuple[torch.Tensor, ...]
 
 
 class PublishedPolicy(nn.Module):
@@ -63,9 +65,9 @@ class PublishedPolicy(nn.Module):
         attend = PackedAttention(batch.cu_seqlens)
         out = torch.func.functional_call(self.model, weights, (batch.ids_T, batch.positions_T, attend))
         return PolicyOutput(
-            logits_RV=project_logits(out.hidden_TD[batch.rows_R], weights[self.model.output_weight_name]),
+            logits_RV=project_logits(out.hidden_TD[batch.rows_R], weights[self.model.output_name]),
             routes_TLK=out.routes_TLK,
-            router_logits=tuple(out.router_logits),
+            router_logits_TE=out.router_logits_TE,
         )
 
     def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
@@ -73,6 +75,16 @@ class PublishedPolicy(nn.Module):
         changed = codes_changed(self._published, self._packed) if self._published else {}
         self._published = self._packed
         return make_snapshot(version, self._packed), changed
+
+    def view_differences(self, running: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, float]:
+        """Largest absolute difference of each tensor that `running` holds differently from the view read here."""
+        differences: dict[str, float] = {}
+        for name, viewed in self._views.items():
+            if name not in running:
+                differences[name] = float("inf")
+            elif not torch.equal(other := torch.from_numpy(running[name].copy()), own := viewed.float()):
+                differences[name] = float((other - own).abs().max())
+        return differences
 
     def _readable(self) -> dict[str, torch.Tensor]:
         """The views, with the gradient going straight through to the masters."""

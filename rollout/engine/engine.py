@@ -98,6 +98,10 @@ class Engine:
         """Give the session's cache back. Idempotent."""
         self._cache.close(session)
 
+    def running_views(self) -> dict[str, np.ndarray]:
+        """The weights in use as fp32 arrays, for comparing them with what was published."""
+        return {name: tensor.float().numpy() for name, tensor in self._model.state_dict().items()}
+
     @torch.inference_mode()
     def generate(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         """Continue every request until it stops; results in the order of the requests."""
@@ -136,7 +140,7 @@ class Engine:
         ends_N = torch.tensor([len(ids) for ids in new_ids]).cumsum(0)
         logits_NV = self._model.logits(out.hidden_TD[ends_N - 1])
         tokens, logprobs = self._sample(batch, logits_NV)
-        routes_TLK = out.routes_TLK.to(torch.uint8).numpy()
+        routes_TLK = out.routes_TLK.numpy()
         start = 0
         for row, ids, end, token, logprob in zip(batch, new_ids, ends_N.tolist(), tokens, logprobs, strict=True):
             if row.finish is None:
