@@ -130,8 +130,7 @@ RANGES: Final[Mapping[str, Range]] = {
 """Numbers that are bounded more tightly than the rule for all others: finite and not negative."""
 
 CUSTOM: Final = "custom"
-_SECTIONS_WITH_TARGET: Final = {"env": 0, "reward": 3, "algorithm": 0}
-"""Sections that take a user's own part, and what a function there receives before its `params`."""
+_SECTIONS_WITH_TARGET: Final = ("env", "reward", "algorithm")
 
 
 def check(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> None:
@@ -144,10 +143,10 @@ def check(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> None:
         raise ConfigError(problem)
     try:
         config.model.validate()
-        for section, num_given in _SECTIONS_WITH_TARGET.items():
-            part = getattr(config, section)
-            if part.target:
-                load_target(part.target, part.params, section, given=num_given)
+        if config.reward.target:
+            load_target(config.reward.target, config.reward.params, "reward", given=3)  # task, trajectory, evidence
+        if config.algorithm.target:
+            load_target(config.algorithm.target, config.algorithm.params, "algorithm")
     except (model_config.ConfigError, ExtensionError) as error:
         raise ConfigError(str(error).partition("\n")[0]) from error
 
@@ -205,7 +204,7 @@ def _bad_targets(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> Ite
             yield f"{name}.target: needed with {name}=custom, got null; set {name}.target=my_package.my_module:MyClass"
         elif section.name != CUSTOM and section.target:
             yield f"{name}.target: only read with {name}=custom, got {section.target}; add {name}=custom"
-        elif section.name != CUSTOM and section.params:
+        elif section.name != CUSTOM and section.params and name != "env":  # environments have params of their own
             given = ", ".join(section.params)
             yield f"{name}.params: only read with {name}=custom, got {given}; add {name}=custom and {name}.target="
 

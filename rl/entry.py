@@ -122,8 +122,18 @@ def _main(run_one: Callable[[RunConfig], Any], module: str, argv: Sequence[str])
 
 
 def checked(config: RunConfig) -> RunConfig:
-    """The configuration, after all checks that do not look at this machine."""
+    """The configuration, after all checks that do not look at this machine's resources."""
     config_check.check(config, overrides.group_options())
+    from envs.base import EnvError  # the environments take a moment to import, and most mistakes are found by now
+    from envs.extension import ExtensionError
+    from envs.registry import build_tasks, check_env_config
+
+    try:
+        check_env_config(config.env)
+        if config.env.dataset is not None:
+            build_tasks(config.env, seed=config.run.seed)  # reads and checks every row
+    except (EnvError, ExtensionError) as error:
+        raise ConfigError(str(error)) from error
     return config
 
 
@@ -156,6 +166,7 @@ def _parse(argv: Sequence[str]) -> Namespace:
         raise ConfigError(f"command line: {message}, got '{' '.join(argv)}'; values are written key=value, see --help")
 
     parser.error = refuse
+    parser.allow_abbrev = False  # `--experiment=coding` would mean --experimental-rerun
     arguments = parser.parse_intermixed_args(argv)
     for flag in ("config_path", "config_name", "experimental_rerun"):
         if (value := getattr(arguments, flag)) is not None:

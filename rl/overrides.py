@@ -117,9 +117,9 @@ def _remedy(key: str) -> str:
     return "the sections are " + ", ".join(sections())
 
 
-def unknown_key(key: str, value: str, where: str = "") -> ConfigError:
-    """The line for a key that no dataclass has; `where` names the file it stands in."""
-    return ConfigError(f"{key}: no such key{where}, got {value or 'no value'}; {_remedy(key)}")
+def unknown_key(key: str, found: str) -> ConfigError:
+    """The line for a key that no dataclass has; `found` is its value, or where it stands."""
+    return ConfigError(f"{key}: no such key, got {found or 'no value'}; {_remedy(key)}")
 
 
 def reject_unknown(
@@ -274,7 +274,7 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> ConfigError:
     where = f" in {file.group(1)}.yaml" if file else ""
     value = _value_given(key, root, overrides)
     if isinstance(root, ConfigKeyError | ConfigAttributeError):
-        return unknown_key(key, value, where)
+        return unknown_key(key, value or f"it{where}")
     if isinstance(root, InterpolationResolutionError):
         problem = str(root).partition("\n")[0]
         return ConfigError(f"{key}: cannot be resolved, got {problem}; name an existing key or give the value itself")
@@ -293,7 +293,7 @@ def shown(value: Any) -> str:
 
 def _omegaconf_error(error: BaseException | None) -> OmegaConfBaseException | None:
     while error is not None and not isinstance(error, OmegaConfBaseException):
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
     return error
 
 

@@ -1,0 +1,337 @@
+"""Overrides and values: every mistake is one exact line."""
+
+import dataclasses
+from enum import Enum
+
+import pytest
+
+from rl import config_check, machine, overrides
+from rl.config import RunConfig
+from rl.config_check import ConfigError, WorkerPlan
+
+GIB = 1 << 30
+
+
+def compose(*given: str) -> RunConfig:
+    return overrides.compose_run(overrides.reject_unknown(given))
+
+
+def refusal(*given: str) -> str:
+    """The line about the overrides alone."""
+    with pytest.raises(ConfigError) as caught:
+        overrides.reject_unknown(given)
+    return str(caught.value)
+
+
+def problem(*given: str) -> str:
+    """The line about a configuration that composes or should have."""
+    with pytest.raises(ConfigError) as caught:
+        config_check.check(compose(*given), overrides.group_options())
+    return str(caught.value)
+
+
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(machine, "free_disk_bytes", lambda path: 8 * GIB)
+    monkeypatch.setattr(machine, "free_shared_memory_bytes", lambda: 8 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("algorithm.clip_hgih=0.3", "algorithm.clip_hgih: no such key, got 0.3; did you mean 'algorithm.clip_high'?"),
+        ("+rollout.max_turns_=3", "rollout.max_turns_: no such key, got 3; did you mean 'env.max_turns'?"),
+        ("+rollout.max_turn=3", "rollout.max_turn: no such key, got 3; did you mean 'env.max_turns'?"),
+        ("++rollout.max_turn=3", "rollout.max_turn: no such key, got 3; did you mean 'env.max_turns'?"),
+        ("learnr.num_ranks=2", "learnr.num_ranks: no such key, got 2; did you mean 'learner.num_ranks'?"),
+        ("group_size=4", "group_size: no such key, got 4; did you mean 'rollout.group_size'?"),
+        ("lr=1e-4", "lr: no such key, got 1e-4; did you mean 'algorithm.lr' or 'warm_start.lr'?"),
+        ("env={max_turn: 3}", "env.max_turn: no such key, got 3; did you mean 'env.max_turns'?"),
+        (
+            "logging.zzz=1",
+            "logging.zzz: no such key, got 1; the keys of logging are project, wandb, tags",
+        ),
+        ("run.rounds.x=1", "run.rounds.x: no such key, got 1; run.rounds is a whole number and has no keys"),
+        ("run=5", "run: is a section, got 5; set one of its keys, such as run.name=<value>"),
+        ("run.rounds", "run.rounds: cannot be read as key=value, got 'run.rounds'; write run.rounds=<value>"),
+        (
+            "run.name=[a",
+            "run.name: cannot be read as key=value, got 'run.name=[a'; quote the value: 'run.name=\"[a\"'",
+        ),
+        (
+            "~run.seed",
+            "run.seed: nothing can be removed from the configuration, got '~run.seed'; set a value instead",
+        ),
+        ("~env", "env: nothing can be removed from the configuration, got '~env'; set a value instead"),
+        ("env=codng", "env: no such option, got codng; did you mean 'coding'? choose one of: coding, custom"),
+        ("env=null", "env: no such option, got null; choose one of: coding, custom"),
+        (
+            "+experiment=codign",
+            "experiment: no such option, got codign; did you mean 'coding'? choose one of: coding",
+        ),
+        ("env@other=coding", "env: a package cannot be chosen, got 'env@other=coding'; write env=coding"),
+        (
+            "algorithm.lr=1e-4,3e-4",
+            "algorithm.lr: takes one value in a single run, got 1e-4,3e-4; add -m to run one job for each",
+        ),
+        (
+            "logging.tags=a,b",
+            "logging.tags: takes one value in a single run, got a,b; write logging.tags=[a,b] for a list",
+        ),
+    ],
+)
+def test_an_override_that_is_not_understood_is_refused_in_one_line(override: str, line: str) -> None:
+    assert refusal("+experiment=coding", override) == line
+
+
+def test_known_keys_are_given_back_the_way_hydra_wants_them() -> None:
+    given = [
+        "experiment=coding",
+        "+env.max_turns=3",
+        "++run.seed=1",
+        "env.params.x=3",
+        "reward=custom",
+        "hydra.verbose=1",
+    ]
+    assert overrides.reject_unknown(given) == [
+        "+experiment=coding",
+        "env.max_turns=3",
+        "run.seed=1",
+        "++env.params.x=3",
+        "reward=custom",
+        "hydra.verbose=1",
+    ]
+
+
+def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> None:
+    given = ["+experiment=coding", "algorithm.lr=1e-4,3e-4", "run.seed=range(0,2)"]
+    swept = overrides.reject_unknown(given, multirun=True)
+    assert [job[1:] for job in overrides.expand(swept)] == [
+        ["algorithm.lr=0.0001", "run.seed=0"],
+        ["algorithm.lr=0.0001", "run.seed=1"],
+        ["algorithm.lr=0.0003", "run.seed=0"],
+        ["algorithm.lr=0.0003", "run.seed=1"],
+    ]
+    with pytest.raises(
+        ConfigError, match=r"^run\.name: cannot be swept, got a,b; every job of a sweep has a folder of"
+    ):
+        overrides.reject_unknown(["run.name=a,b"], multirun=True)
+    with pytest.raises(ConfigError, match=r"^algorithm\.lr: a sweep needs values that can be listed, got interval"):
+        overrides.reject_unknown(["algorithm.lr=interval(0,1)"], multirun=True)
+    with pytest.raises(ConfigError, match=r"^env: no such option, got codng;"):
+        overrides.reject_unknown(["env=coding,codng"], multirun=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("env.max_turns=abc", "env.max_turns: must be a whole number, got abc; the default is 2"),
+        ("env.max_turns=2.5", "env.max_turns: must be a whole number, got 2.5; the default is 2"),
+        ("env.max_turns=null", "env.max_turns: must be a whole number, got null; the default is 2"),
+        ("run.permute_rewards=si", "run.permute_rewards: must be true or false, got si; the default is false"),
+        ("env.sandbox=docker", "env.sandbox: must be one of local, degraded, got docker; the default is local"),
+        ("logging.tags=a", "logging.tags: must be a list such as [a,b], got a; the default is []"),
+        (
+            "run.name=${run.nme}",
+            "run.name: cannot be resolved, got Interpolation key 'run.nme' not found; name an existing key or give the "
+            "value itself",
+        ),
+        ("run.rounds=-1", "run.rounds: must be at least 1, got -1; the default is 25"),
+        (
+            "run.eval_every=0",
+            "run.eval_every: must be at least 1, got 0; set it to run.rounds to evaluate only before and after",
+        ),
+        ("algorithm.lr=nan", "algorithm.lr: must be finite, got nan; the default is 0.0003"),
+        (
+            "algorithm.load_balance_coef=-1",
+            "algorithm.load_balance_coef: must be at least 0, got -1.0; the default is 0.01",
+        ),
+        (
+            "learner.zero_stage=3",
+            "learner.zero_stage: must be at most 2, got 3; use 1 (optimizer states sharded) or 2 (gradients too)",
+        ),
+        (
+            "rollout.group_size=1",
+            "rollout.group_size: GRPO compares the episodes of a group, so it needs at least 2, got 1; the "
+            "default is 8",
+        ),
+        (
+            "algorithm.num_minibatches=25",
+            "algorithm.num_minibatches: must not exceed rollout.prompts_per_round=24, got 25; a group is never split, "
+            "so lower it or ask for more prompts",
+        ),
+        (
+            "env.max_context_tokens=96",
+            "env.max_context_tokens: too small for env.max_turns=2 x env.max_tokens_per_turn=48 tokens of answers and "
+            "a task, got 96; use at least 112, and room for what the environment says",
+        ),
+        (
+            "env.max_context_tokens=600",
+            "env.max_context_tokens: longer than model.max_positions=512, got 600; lower it or raise "
+            "model.max_positions",
+        ),
+        (
+            "warm_start.checkpoint=/nope",
+            "warm_start.checkpoint: no such folder, got /nope; name the folder of a saved model, or leave it out to "
+            "train the warm start",
+        ),
+        ("env.dataset=/nope.jsonl", "env.dataset: no such file, got /nope.jsonl; name a JSON-lines file of tasks"),
+        (
+            "run.name=a/b",
+            "run.name: must be a folder name of letters, digits, '.', '_' and '-', got 'a/b'; choose another name",
+        ),
+        ("env=custom", "env.target: needed with env=custom, got null; set env.target=my_package.my_module:MyClass"),
+        ("env.target=a:b", "env.target: only read with env=custom, got a:b; add env=custom"),
+        ("algorithm.name=ppo2", "algorithm.name: no such part, got ppo2; choose one of: custom, grpo"),
+        ("model.hidden_size=100", "model.hidden_size: must be a multiple of 32 (the MXFP4 block), got 100; use 128"),
+        (
+            "reward.max_turn_penalty=2",
+            "reward.max_turn_penalty: a solved task must never be worth less than an unsolved one, so at most "
+            "reward.solved_weight=1.0, got 2.0; lower it",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_line(override: str, line: str) -> None:
+    assert problem("+experiment=coding", override) == line
+
+
+def test_the_default_configuration_passes() -> None:
+    config_check.check(compose("+experiment=coding"), overrides.group_options())
+
+
+def test_params_of_a_target_are_checked_against_its_signature(tmp_path, monkeypatch) -> None:
+    (tmp_path / "own_reward_of_test.py").write_text("def brevity(task, trajectory, evidence, limit=40): return 0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["+experiment=coding", "reward=custom", "reward.target=own_reward_of_test:brevity"]
+    config = compose(*own, "reward.params.limit=3")
+    config_check.check(config, overrides.group_options())
+    assert config.reward.params == {"limit": 3}
+    line = problem(*own, "reward.params.limmit=3")
+    assert line == "reward.params.limmit: no such parameter of brevity, got 3; did you mean 'limit'?"
+
+
+def test_every_number_has_a_range_that_its_default_lies_in() -> None:
+    numbers = {k: v for k, v in config_check.flatten(RunConfig()).items() if isinstance(v, int | float)}
+    assert set(config_check.RANGES) <= set(numbers)
+    for key, allowed in config_check.RANGES.items():
+        assert allowed.problem(numbers[key]) is None, key
+
+
+def test_a_mistake_in_a_users_own_yaml_names_the_file(tmp_path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nenv:\n  max_turn: 3\n")
+    (tmp_path / "experiment" / "broken.yaml").write_text("# @package _global_\nenv: [\n")
+    (tmp_path / "experiment" / "wrong.yaml").write_text("# @package _global_\nenv:\n  max_turns: many\n")
+    folders = [overrides.CONF_FOLDER, tmp_path]
+
+    def line(name: str) -> str:
+        given = overrides.reject_unknown([f"+experiment={name}"], folders=folders)
+        with pytest.raises(ConfigError) as caught:
+            overrides.compose_run(given, folders=folders)
+        return str(caught.value)
+
+    assert line("mine") == "env.max_turn: no such key, got it in experiment/mine.yaml; did you mean 'env.max_turns'?"
+    assert line("wrong") == (
+        "env.max_turns: must be a whole number in experiment/wrong.yaml, got many; the default is 2"
+    )
+    assert line("broken").startswith("broken.yaml: cannot be read as YAML, got ")
+
+
+@pytest.mark.usefixtures("small_machine")
+class TestPlacement:
+    def test_zeros_are_shared_out(self) -> None:
+        config = RunConfig()
+        assert config_check.resolve_workers(config, 1) == WorkerPlan(1, 1, 1)
+        assert config_check.resolve_workers(config, 2) == WorkerPlan(2, 1, 2)
+        assert config_check.resolve_workers(config, 16) == WorkerPlan(4, 4, 16)
+        config.rollout.num_workers, config.learner.num_ranks = 3, 2
+        assert config_check.resolve_workers(config, 16) == WorkerPlan(3, 5, 8)
+
+    @pytest.mark.parametrize(
+        ("override", "line"),
+        [
+            (
+                "rollout.num_workers=64",
+                "rollout.num_workers: needs 64 CPUs where 2 are usable (62 short), got 64; use at most 2, 0 for one "
+                "each CPU, or name a cluster with cluster.address",
+            ),
+            (
+                "rollout.threads_per_worker=2",
+                "rollout.threads_per_worker: 2 workers would run 4 threads on 2 usable CPUs, got 2; use at most 1, or "
+                "0 to share them out",
+            ),
+            (
+                "learner.num_ranks=3",
+                "learner.num_ranks: needs 3 CPUs where 2 are usable (1 short), got 3; use at most 2, or name a cluster "
+                "with cluster.address",
+            ),
+            (
+                "learner.num_threads=3",
+                "learner.num_threads: 1 ranks would run 3 threads on 2 usable CPUs, got 3; use at most 2, or 0 for all "
+                "of them",
+            ),
+        ],
+    )
+    def test_a_shortage_of_cpus_is_refused(self, override: str, line: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            config_check.preflight(compose("+experiment=coding", override))
+        assert str(caught.value) == line
+
+    def test_a_cluster_is_not_measured_by_this_machine(self) -> None:
+        config_check.preflight(compose("+experiment=coding", "rollout.num_workers=64", "cluster.address=auto"))
+
+    def test_a_shortage_of_memory_is_refused_with_the_estimate(self, monkeypatch) -> None:
+        config = compose("+experiment=coding")
+        assert config_check.preflight(config) == []
+        monkeypatch.setattr(machine, "available_memory_bytes", lambda: GIB)
+        with pytest.raises(
+            ConfigError, match=r"needs about \d\.\d GiB of memory \(Ray .*\), got 1\.0 GiB available; use"
+        ):
+            config_check.preflight(config)
+
+    def test_a_full_disk_is_refused(self, monkeypatch) -> None:
+        monkeypatch.setattr(machine, "free_disk_bytes", lambda path: 1)
+        with pytest.raises(
+            ConfigError, match=r"^run\.root: the run writes about 0\.3 GiB .*, got 0\.0 GiB free in 'runs'"
+        ):
+            config_check.preflight(compose("+experiment=coding"))
+
+    def test_a_small_shared_memory_is_a_note(self, monkeypatch) -> None:
+        monkeypatch.setattr(machine, "free_shared_memory_bytes", lambda: 64 << 20)
+        (note,) = config_check.preflight(compose("+experiment=coding"))
+        assert note.startswith("cluster.object_store_mb: /dev/shm is smaller, got 256 MiB of 64 MiB; Ray keeps")
+
+
+def test_quota_of_either_cgroup_version_bounds_the_cpus(tmp_path) -> None:
+    (tmp_path / "cpu").mkdir()
+    assert machine.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert machine.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("150000\n")
+    assert machine.cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert machine.cpu_quota(tmp_path) == 0.5
+    assert machine.usable_cpus(tmp_path) == 1
+
+
+def test_memory_limit_counts_the_page_cache_as_free(tmp_path) -> None:
+    (tmp_path / "memory.max").write_text(str(100 << 20))
+    (tmp_path / "memory.current").write_text(str(90 << 20))
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {30 << 20}\n")
+    assert machine.available_memory_bytes(tmp_path) == 40 << 20
+
+
+def test_a_run_config_can_be_written_on_the_command_line() -> None:
+    """Every default, written as an override, composes back into itself."""
+    for key, value in config_check.flatten(RunConfig()).items():
+        kind = overrides.leaves()[key]
+        if isinstance(value, dict | list):
+            continue
+        text = f"{key}={overrides.shown(value)}"
+        assert overrides.reject_unknown([text]) == [text], kind
+    config = compose(*(f"{k}={overrides.shown(v)}" for k, v in config_check.flatten(RunConfig()).items()))
+    assert dataclasses.asdict(config) == dataclasses.asdict(RunConfig())
+    assert isinstance(config.env.sandbox, Enum)
