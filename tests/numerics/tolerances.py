@@ -1,0 +1,52 @@
+"""Every tolerance of the numerics tests, with its derivation. u = 2^-24: fp32's unit roundoff; 2^-8: bf16's.
+
+Errors are measured relative to the largest magnitude of the expected tensor (`relative_error`): what a sum of n
+products loses depends on the size of its terms, not on that of the result, which may cancel.
+
+A sum of n terms in some order differs from the same sum in another order by at most 2 n u times the sum of
+magnitudes, and for terms of random sign by about sqrt(n) u times the root of the sum of squares. We allow 8 times the
+random-sign estimate, and never less than 8 u, for the elementwise functions (silu, exp, rsqrt: within 2 u each).
+"""
+
+import math
+
+import torch
+
+U32 = 2.0**-24
+U16 = 2.0**-8
+
+
+def summed(num_terms: int, *, unit: float = U32) -> float:
+    """Relative error allowed between two orders of one sum."""
+    return 8 * unit * max(1.0, math.sqrt(num_terms))
+
+
+EXPERTS_FORWARD = summed(128) + summed(128)
+"""Two chained products of at most 128 terms."""
+
+EXPERTS_BACKWARD = summed(128) + summed(128) + summed(256)
+"""Down, activation and gate_up backward; weight gradients sum over at most 140 rows instead."""
+
+ATTENTION = summed(64) + summed(256)
+"""Scores sum over head_dim <= 64, outputs over at most 256 keys; backward has the same two products again."""
+
+ATTENTION_BACKWARD = 2 * ATTENTION
+
+NORM = summed(128)
+
+TRANSFORMER_PACKING = 4 * 3 * summed(128)
+"""Packing changes row counts of products, and so the order of their sums: 3 chained products in each of 4 layers."""
+
+BF16_TRANSFORMER = 16 * U16
+"""bf16 compute against fp32: 2 roundings to bf16 in each of 8 branches that add up in fp32."""
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the largest expected magnitude; infinite when either is not finite or shapes differ."""
+    if actual.shape != expected.shape or not (actual.isfinite().all() and expected.isfinite().all()):
+        return math.inf
+    if expected.numel() == 0:
+        return 0.0
+    scale = expected.double().abs().max().item()
+    difference = (actual.double() - expected.double()).abs().max().item()
+    return difference / scale if scale else (0.0 if difference == 0.0 else math.inf)
