@@ -1,0 +1,60 @@
+"""Choose a version of an operation once, by name, and say so in the log. Nothing falls back silently.
+
+Each operation has one folder; `reference` in it is the definition. `auto` is the fastest version that this build has
+for the machine, and the log names what it became.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from model.kernels.grouped_experts import eager, reference
+
+log = logging.getLogger(__name__)
+
+
+class KernelError(ValueError):
+    """A version of an operation that does not exist or cannot run here."""
+
+
+class ExpertsForward(Protocol):
+    """The grouped expert MLP; `grouped_experts/reference.py` defines it."""
+
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+        chosen_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+    ) -> torch.Tensor:
+        """fp32 [T, D]."""
+        ...
+
+
+GROUPED_EXPERTS: dict[str, ExpertsForward] = {
+    "reference": reference.experts_forward,
+    "eager": eager.experts_forward,
+}
+
+
+@cache
+def resolve_grouped_experts(name: str = "auto") -> ExpertsForward:
+    """The expert MLP called `name`; each name is resolved and logged once a process.
+
+    Raises:
+        KernelError: There is no version of that name.
+    """
+    if name == "auto":
+        chosen, reason = "eager", "auto: sorted matrix products run on every device"
+    elif name in GROUPED_EXPERTS:
+        chosen, reason = name, "requested by name"
+    else:
+        known = ", ".join(["auto", *GROUPED_EXPERTS])
+        raise KernelError(f"grouped_experts: there is no version of this name, got {name!r}; choose one of {known}")
+    log.info("grouped_experts: %s (%s)", chosen, reason)
+    return GROUPED_EXPERTS[chosen]

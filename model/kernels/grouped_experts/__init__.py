@@ -1,0 +1,1 @@
+"""The expert MLPs of one MoE layer, applied to the tokens routed to each."""

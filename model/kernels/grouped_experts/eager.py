@@ -1,0 +1,126 @@
+"""The grouped expert MLP as sorted matrix products: torch operations only, forward and backward written out.
+
+Rows (token, rank) are sorted by expert, so that each expert's rows are one contiguous slice and its three products are
+plain matrix products. Forward and backward are one autograd function because that lets every product write into its
+slice of one buffer: autograd of the same steps would add a copy for each slice (backward of a split or a chunk is a
+fill or a concatenation, which at this size costs as much as the products).
+
+Every step is a gather or a product, never a scatter-add, so the result does not depend on the number of threads that
+add: repeated calls give the same bits.
+
+Shapes: T packed tokens, D model dim, F expert dim, E experts, K experts a token, N = T K sorted rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def experts_forward(
+    x_TD: torch.Tensor,
+    gate_up_E2FD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    chosen_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+) -> torch.Tensor:
+    """The same function of the same arguments as `reference.experts_forward`."""
+    return _SortedExperts.apply(x_TD, gate_up_E2FD, down_EDF, chosen_TK, weights_TK)  # pyright: ignore[reportReturnType]
+
+
+class _SortedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+        chosen_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+    ) -> torch.Tensor:
+        num_tokens, num_ranks = chosen_TK.shape
+        num_experts, dim, hidden = down_EDF.shape
+        flat_N = chosen_TK.reshape(-1)
+        order_N = torch.argsort(flat_N, stable=True)
+        row_of_choice_N = torch.empty_like(order_N)
+        row_of_choice_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+        token_N = order_N // num_ranks
+        counts = torch.bincount(flat_N, minlength=num_experts).tolist()
+
+        x_ND = x_TD.index_select(0, token_N)
+        h_N2F = x_ND.new_empty(len(order_N), 2 * hidden)
+        for rows, x, gate_up in zip(h_N2F.split(counts), x_ND.split(counts), gate_up_E2FD.unbind(0), strict=True):
+            torch.mm(x, gate_up.t(), out=rows)
+        act_NF = F.silu(h_N2F[:, :hidden]).mul_(h_N2F[:, hidden:])
+        out_ND = x_ND.new_empty(len(order_N), dim)
+        for rows, act, down in zip(out_ND.split(counts), act_NF.split(counts), down_EDF.unbind(0), strict=True):
+            torch.mm(act, down.t(), out=rows)
+
+        ctx.save_for_backward(
+            x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N
+        )
+        ctx.counts = counts
+        return _combine(out_ND, row_of_choice_N.view(num_tokens, num_ranks), weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_TD,) = grads
+        x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N = (
+            ctx.saved_tensors
+        )
+        counts, hidden = ctx.counts, act_NF.shape[1]
+        rows_TK = row_of_choice_N.view(weights_TK.shape)
+
+        grad_out_ND = grad_TD.index_select(0, token_N)
+        grad_weights_N = torch.linalg.vecdot(grad_out_ND, out_ND.to(grad_out_ND.dtype))
+        grad_weights_TK = grad_weights_N.index_select(0, row_of_choice_N).view(weights_TK.shape)
+        grad_out_ND = grad_out_ND.mul_(weights_TK.reshape(-1).index_select(0, order_N).unsqueeze(-1)).to(x_ND.dtype)
+
+        grad_act_NF = torch.empty_like(act_NF)
+        grad_down_EDF = torch.empty_like(down_EDF)
+        for grad_act, grad_down, grad_out, act, down in zip(
+            grad_act_NF.split(counts),
+            grad_down_EDF.unbind(0),
+            grad_out_ND.split(counts),
+            act_NF.split(counts),
+            down_EDF.unbind(0),
+            strict=True,
+        ):
+            torch.mm(grad_out, down, out=grad_act)
+            torch.mm(grad_out.t(), act, out=grad_down)
+
+        grad_h_N2F = torch.empty_like(h_N2F)
+        gate, up = h_N2F[:, :hidden], h_N2F[:, hidden:]
+        torch.mul(grad_act_NF, F.silu(gate), out=grad_h_N2F[:, hidden:])
+        torch.ops.aten.silu_backward.grad_input(grad_act_NF.mul_(up), gate, grad_input=grad_h_N2F[:, :hidden])
+
+        grad_x_ND = torch.empty_like(x_ND)
+        grad_gate_up_E2FD = torch.empty_like(gate_up_E2FD)
+        for grad_x, grad_gate_up, grad_h, x, gate_up in zip(
+            grad_x_ND.split(counts),
+            grad_gate_up_E2FD.unbind(0),
+            grad_h_N2F.split(counts),
+            x_ND.split(counts),
+            gate_up_E2FD.unbind(0),
+            strict=True,
+        ):
+            torch.mm(grad_h, gate_up, out=grad_x)
+            torch.mm(grad_h.t(), x, out=grad_gate_up)
+
+        grad_x_TD = _combine(grad_x_ND, rows_TK, None).to(x_ND.dtype)
+        return grad_x_TD, grad_gate_up_E2FD, grad_down_EDF, None, grad_weights_TK
+
+
+def _combine(rows_ND: torch.Tensor, rows_TK: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+    """Sum each token's rows in rank order, in fp32, each times its weight (`None`: 1)."""
+    dtype = torch.promote_types(rows_ND.dtype, torch.float32)
+    total_TD = torch.zeros(len(rows_TK), rows_ND.shape[1], dtype=dtype, device=rows_ND.device)
+    for rank in range(rows_TK.shape[1]):
+        term_TD = rows_ND.index_select(0, rows_TK[:, rank])
+        if weights_TK is None:
+            total_TD.add_(term_TD)
+        else:
+            total_TD.addcmul_(term_TD.to(dtype), weights_TK[:, rank : rank + 1])
+    return total_TD
