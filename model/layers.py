@@ -1,0 +1,82 @@
+"""The small layers: a bias-free linear map, the embedding and RMSNorm.
+
+Invariant: parameters may be held, or swapped in, as fp32 or as the published bf16 view; each layer casts to the dtype
+it computes in, and a cast to the same dtype is no operation. So the fp32 path has no rounding but its arithmetic's.
+
+Shapes: T packed tokens, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.config import ComputeDtype
+
+TORCH_DTYPE = {ComputeDtype.fp32: torch.float32, ComputeDtype.bf16: torch.bfloat16}
+
+
+class Linear(nn.Module):
+    """`x @ weight.T`, computed and returned in the dtype of `x`. No bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, in] to [T, out]."""
+        return F.linear(x_TD, self.weight.to(x_TD.dtype))
+
+
+class Embedding(nn.Module):
+    """Rows of a table, returned as fp32: they start the residual stream."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """int64 [T] to fp32 [T, D]."""
+        return F.embedding(ids_T, self.weight).float()
+
+
+def project_logits(hidden_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """fp32 logits [T, V] of final hidden states, in either compute dtype."""
+    return F.linear(hidden_TD.float(), weight_VD.float())
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in fp32 (Zhang and Sennrich 2019, eq. 4)."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.eps = eps
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Any floating dtype in, fp32 out."""
+        return _RMSNorm.apply(x_TD.float(), self.weight.float(), self.eps)  # pyright: ignore[reportReturnType]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The norm with its backward written out: half the passes over memory that autograd makes on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+        inverse_T1 = torch.linalg.vecdot(x_TD, x_TD).div_(x_TD.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        normed_TD = x_TD * inverse_T1
+        ctx.save_for_backward(normed_TD, inverse_T1, weight_D)
+        return normed_TD * weight_D
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_TD,) = grads
+        normed_TD, inverse_T1, weight_D = ctx.saved_tensors
+        product_TD = grad_TD * normed_TD
+        grad_weight_D = product_TD.sum(tuple(range(grad_TD.ndim - 1)))
+        along_T1 = torch.mv(product_TD.view(-1, len(weight_D)), weight_D).div_(len(weight_D)).view_as(inverse_T1)
+        grad_x_TD = (grad_TD * weight_D).addcmul_(normed_TD, along_T1, value=-1.0).mul_(inverse_T1)
+        return grad_x_TD, grad_weight_D, None

@@ -1,0 +1,164 @@
+"""The policy network: packed token ids in, final hidden states and routes out; logits on request.
+
+Invariants: there is no batch dimension and no padding, every tensor is packed [T, ...] and only `attend` knows where a
+sequence ends; the residual stream, norms, router, softmaxes and logits are fp32 whatever the compute dtype. Learner and
+sampler run this one module: the learner through `torch.func.functional_call` with the published view of each parameter,
+the sampler with that view loaded. Parameter names are those of the Hugging Face MoE families
+(`model.layers.N.mlp.experts.gate_up_proj`), with experts as [out, in] matrices: MXFP4 blocks run along the input.
+
+Shapes: T packed tokens, D model dim, L layers, E experts, K experts a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.attention import Attend, Attention
+from model.config import ConfigError, ModelConfig
+from model.kernels.dispatch import ExpertsForward, resolve_grouped_experts
+from model.layers import Embedding, Linear, RMSNorm, project_logits
+from model.moe import MoE, Routing
+from model.rope import Rotation, rotation
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerOutput:
+    """fp32 hidden states after the final norm, uint8 choices in rank order, and each layer's fp32 router logits."""
+
+    hidden_TD: torch.Tensor
+    routes_TLK: torch.Tensor
+    router_logits_TE: tuple[torch.Tensor, ...]
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then pre-norm experts, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer_index: int, experts_forward: ExpertsForward) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer_index)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MoE(config, experts_forward)
+
+    def forward(
+        self, x_TD: torch.Tensor, rotation: Rotation, attend: Attend, replay_TK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Routing]:
+        """The fp32 residual stream after this block, and its routing."""
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotation, attend)
+        y_TD, routing = self.mlp(self.post_attention_layernorm(x_TD), replay_TK)
+        return x_TD + y_TD, routing
+
+
+class Backbone(nn.Module):
+    """Embedding, blocks and final norm: what checkpoints call `model`."""
+
+    def __init__(self, config: ModelConfig, experts_forward: ExpertsForward) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, index, experts_forward) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Transformer(nn.Module):
+    """The policy. Parameters are fp32 and uninitialised until `init_weights` or a checkpoint fills them."""
+
+    def __init__(self, config: ModelConfig, *, experts: str = "auto") -> None:
+        """Build the modules; `experts` names the version of the grouped expert MLP.
+
+        Raises:
+            ConfigError: The configuration is invalid, or the vocabulary size is not set yet.
+            KernelError: No such version.
+        """
+        super().__init__()
+        config.validate()
+        if config.vocab_size == 0:
+            raise ConfigError(
+                "model.vocab_size: must be set before the model is built, got 0; take it from the tokenizer"
+            )
+        self.config = config
+        self.model = Backbone(config, resolve_grouped_experts(experts))
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+
+    @property
+    def output_name(self) -> str:
+        """The name of the [V, D] parameter that makes logits, for callers who swap parameters."""
+        return EMBEDDING if self.lm_head is None else LM_HEAD
+
+    def forward(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attend: Attend,
+        replay_TLK: torch.Tensor | None = None,
+    ) -> TransformerOutput:
+        """Run all layers.
+
+        Args:
+            ids_T: int64 token ids of all sequences, one after the other.
+            positions_T: int64, each sequence from 0 (or from its cached length).
+            attend: Where the keys are.
+            replay_TLK: Recorded routes to use instead of the router's own choice; the router still weighs them and
+                gets gradient. `None`: the router chooses.
+        """
+        by = rotation(positions_T, self.config.head_dim, self.config.rope_theta)
+        x_TD = self.model.embed_tokens(ids_T)
+        routings: list[Routing] = []
+        for index, layer in enumerate(self.model.layers):
+            x_TD, routing = layer(x_TD, by, attend, None if replay_TLK is None else replay_TLK[:, index])
+            routings.append(routing)
+        return TransformerOutput(
+            hidden_TD=self.model.norm(x_TD),
+            routes_TLK=torch.stack([routing.chosen_TK for routing in routings], dim=1).to(torch.uint8),
+            router_logits_TE=tuple(routing.logits_TE for routing in routings),
+        )
+
+    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [T, V] of the rows the caller chose.
+
+        Under `functional_call` this method sees the module's own parameters: there use
+        `project_logits(hidden, views[model.output_name])`.
+        """
+        output = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return project_logits(hidden_TD, output.weight)
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, without allocating any."""
+    with torch.device("meta"):
+        model = Transformer(config, experts="reference")
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Fill every parameter from `seed`; each has its own stream, keyed by its name.
+
+    Norms are 1, biases 0, embeddings N(0, 0.05^2), expert matrices N(0, 1 / fan_in) with the down projection divided by
+    3 (residual branches start small), every other matrix U(+-1 / sqrt(fan_in)).
+    """
+    for name, parameter in model.named_parameters():
+        key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+        fan_in = parameter.shape[-1]
+        value = torch.empty(parameter.shape)
+        if name.endswith("bias"):
+            value.zero_()
+        elif parameter.ndim == 1:
+            value.fill_(1.0)
+        elif name in (EMBEDDING, LM_HEAD):
+            value.normal_(0.0, 0.05, generator=generator)
+        elif parameter.ndim == 3:
+            scale = 3.0 if name.endswith("down_proj") else 1.0
+            value.normal_(0.0, 1.0 / math.sqrt(fan_in) / scale, generator=generator)
+        else:
+            bound = 1.0 / math.sqrt(fan_in)
+            value.uniform_(-bound, bound, generator=generator)
+        parameter.copy_(value)

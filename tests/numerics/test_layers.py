@@ -1,0 +1,99 @@
+"""RMSNorm and the rotary embedding against their formulas in float64, forward and gradient."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from model.layers import Embedding, Linear, RMSNorm, project_logits
+from model.rope import rotate, rotation
+from tests.numerics.tolerances import NORM, U16, U32, relative_error, summed
+
+
+def test_rms_norm_equals_the_formula():
+    torch.manual_seed(0)
+    norm = RMSNorm(48, eps=1e-6)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(48))
+    x, upstream = torch.randn(37, 48, requires_grad=True), torch.randn(37, 48)
+    x64, w64 = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    expected = x64 / (x64.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w64
+    actual = norm(x)
+    assert relative_error(actual, expected) < NORM
+    grads = torch.autograd.grad(actual, (x, norm.weight), upstream)
+    for grad, expected_grad in zip(grads, torch.autograd.grad(expected, (x64, w64), upstream.double()), strict=True):
+        assert relative_error(grad, expected_grad) < NORM
+
+
+def test_rms_norm_of_bf16_is_computed_in_fp32():
+    torch.manual_seed(0)
+    norm = RMSNorm(64, eps=1e-6)
+    torch.nn.init.ones_(norm.weight)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    out = norm(x)
+    assert out.dtype == torch.float32
+    assert relative_error(out, F.rms_norm(x.double(), (64,), eps=1e-6)) < NORM
+
+
+def test_rms_norm_of_zeros_is_zero_and_finite():
+    norm = RMSNorm(8, eps=1e-6)
+    torch.nn.init.ones_(norm.weight)
+    x = torch.zeros(2, 8, requires_grad=True)
+    out = norm(x)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert not out.any()
+    torch.testing.assert_close(grad, torch.full((2, 8), 1e3))  # 1 / sqrt(eps)
+
+
+def test_rotation_by_hand():
+    """Head of 4 at position 3, theta 100: pairs (0, 2) and (1, 3) turn by 3 and by 0.3."""
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    out = rotate(x, rotation(torch.tensor([3]), 4, 100.0))
+    c, s, c1, s1 = math.cos(3), math.sin(3), math.cos(0.3), math.sin(0.3)
+    expected = [1 * c - 3 * s, 2 * c1 - 4 * s1, 3 * c + 1 * s, 4 * c1 + 2 * s1]
+    torch.testing.assert_close(out.flatten(), torch.tensor(expected))
+
+
+def test_position_zero_is_the_identity_and_scores_depend_on_distance_only():
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 2, 32), torch.randn(1, 2, 32)
+    by = [rotation(torch.tensor([p]), 32, 10000.0) for p in (0, 5, 100, 105)]
+    assert torch.equal(rotate(q, by[0]), q)
+    near = (rotate(q, by[1]) * rotate(k, by[0])).sum(-1)
+    far = (rotate(q, by[3]) * rotate(k, by[2])).sum(-1)
+    assert relative_error(far, near) < summed(32) + 105 * U32 * 8  # the angle 105 has an absolute error of 105 u
+
+
+def test_gradient_of_a_rotation_is_the_opposite_rotation():
+    torch.manual_seed(0)
+    x = torch.randn(6, 3, 8, dtype=torch.float32, requires_grad=True)
+    upstream, by = torch.randn(6, 3, 8), rotation(torch.arange(6), 8, 10000.0)
+    (grad,) = torch.autograd.grad(rotate(x, by), x, upstream)
+    cos, sin = by
+    x1, x2 = x[..., :4], x[..., 4:]
+    plain = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
+    assert torch.equal(rotate(x, by), plain) or relative_error(rotate(x, by), plain) < 8 * U32
+    (expected,) = torch.autograd.grad(plain, x, upstream)
+    assert relative_error(grad, expected) < 8 * U32
+
+
+def test_linear_and_embedding_read_a_bf16_view_like_the_same_values_in_fp32():
+    torch.manual_seed(0)
+    linear, embedding = Linear(16, 8), Embedding(10, 16)
+    view = torch.randn(8, 16).bfloat16()
+    x, ids = torch.randn(4, 16), torch.tensor([1, 9])
+    out = torch.func.functional_call(linear, {"weight": view}, (x,))
+    assert torch.equal(out, F.linear(x, view.float()))
+    table = torch.randn(10, 16).bfloat16()
+    rows = torch.func.functional_call(embedding, {"weight": table}, (ids,))
+    assert torch.equal(rows, table.float()[ids])
+
+
+def test_logits_are_fp32_whatever_comes_in():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 16), torch.randn(7, 16)
+    exact = hidden.double() @ weight.double().t()
+    assert relative_error(project_logits(hidden, weight), exact) < summed(16)
+    logits = project_logits(hidden.bfloat16(), weight.bfloat16())
+    assert logits.dtype == torch.float32
+    assert relative_error(logits, exact) < 4 * U16
