@@ -1,0 +1,184 @@
+"""Model weights on disk: `model.safetensors` and `config.json` in a folder.
+
+Two forms, told apart by the file's own metadata. `master`: fp32 tensors under the parameters' names, what training
+resumes from. `published`: the bytes of a snapshot; an MXFP4 tensor is two entries, `<name>_blocks` and `<name>_scales`,
+in the layout of the gpt-oss checkpoints, the rest is bf16.
+
+A folder is written in place: the caller owns atomicity (write to a temporary folder, then rename).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from model.config import ComputeDtype, ModelConfig
+from model.snapshot import SNAPSHOT_METADATA, Format, PackedTensor, published_view, tensor_format, view
+from model.transformer import parameter_shapes
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint folder that is incomplete, damaged or of another model."""
+
+
+class Form(StrEnum):
+    """What the stored tensors are."""
+
+    MASTER = "master"
+    PUBLISHED = "published"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A checkpoint in memory; `weights` are fp32 tensors or packed tensors, all of one form."""
+
+    config: ModelConfig
+    form: Form
+    weights: Mapping[str, torch.Tensor] | Mapping[str, PackedTensor]
+    metadata: Mapping[str, str]
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """fp32 tensors; published bytes are decoded, so that publishing them again gives the same bytes."""
+        return {name: view(w) if isinstance(w, PackedTensor) else w for name, w in self.weights.items()}
+
+    def packed(self) -> dict[str, PackedTensor]:
+        """Published bytes; masters are rounded by `published_view`."""
+        if self.form is Form.PUBLISHED:
+            return dict(cast("Mapping[str, PackedTensor]", self.weights))
+        return published_view(self.masters())
+
+
+def save_model(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor] | Mapping[str, PackedTensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write both files into an existing folder.
+
+    Raises:
+        CheckpointError: The weights are not exactly the parameters of `config`, or mix both forms.
+    """
+    _check_names("save_model", weights.keys(), parameter_shapes(config).keys())
+    packed = {name: w for name, w in weights.items() if isinstance(w, PackedTensor)}
+    if packed and len(packed) != len(weights):
+        raise CheckpointError(
+            f"save_model: weights must be all fp32 or all packed, got {len(packed)} packed of {len(weights)}; "
+            "save masters and published bytes in two folders"
+        )
+    form = Form.PUBLISHED if packed else Form.MASTER
+    entries: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, PackedTensor):
+            entries |= _packed_entries(name, weight)
+        elif weight.dtype == torch.float32:
+            entries[name] = weight.detach().cpu().contiguous().clone()
+        else:
+            raise CheckpointError(f"save_model: {name}: a master must be fp32, got {weight.dtype}; save the master")
+    formats = {key: str(value) for key, value in SNAPSHOT_METADATA.items()} if packed else {}
+    save_file(entries, folder / WEIGHTS_FILE, metadata={**metadata, **formats, "form": form.value})
+    (folder / CONFIG_FILE).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def load_model(folder: Path) -> LoadedModel:
+    """Read a folder that `save_model` wrote.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or lists the names that are missing, extra or of another shape.
+    """
+    config = _load_config(folder / CONFIG_FILE)
+    path = folder / WEIGHTS_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            entries = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: must be a safetensors file, got {error}; restore or rewrite it") from error
+    form = metadata.pop("form", None)
+    if form not in tuple(Form):
+        raise CheckpointError(
+            f"{path}: metadata 'form' must be one of {[*map(str, Form)]}, got {form}; write it with save_model"
+        )
+    shapes = parameter_shapes(config)
+    if form == Form.MASTER:
+        _check_names(str(path), entries.keys(), shapes.keys())
+        weights: dict[str, Any] = {name: entries[name] for name in shapes}
+    else:
+        _check_rule(path, metadata)
+        expected = [entry for name in shapes for entry in _entry_names(name)]
+        _check_names(str(path), entries.keys(), expected)
+        weights = {name: _packed_from_entries(name, shape, entries) for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if tuple(weights[name].shape) != shape:
+            found = tuple(weights[name].shape)
+            raise CheckpointError(
+                f"{path}: {name}: shape must be {shape}, got {found}; config.json is of another model"
+            )
+    return LoadedModel(config=config, form=Form(form), weights=weights, metadata=metadata)
+
+
+def _load_config(path: Path) -> ModelConfig:
+    try:
+        values: dict[str, Any] = dict(json.loads(path.read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: must be a JSON model configuration, got {error}; restore it") from error
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    _check_names(str(path), values.keys(), known)
+    if values["compute_dtype"] not in tuple(ComputeDtype):
+        found = values["compute_dtype"]
+        raise CheckpointError(
+            f"{path}: compute_dtype must be one of {[*map(str, ComputeDtype)]}, got {found}; correct the file"
+        )
+    config = ModelConfig(**{**values, "compute_dtype": ComputeDtype(values["compute_dtype"])})
+    config.validate()
+    return config
+
+
+def _check_names(where: str, found: Any, expected: Any) -> None:
+    missing, extra = set(expected) - set(found), set(found) - set(expected)
+    if missing or extra:
+        raise CheckpointError(
+            f"{where}: names must be exactly the model's, got missing {sorted(missing)} and extra {sorted(extra)}; "
+            "check that the weights belong to this configuration"
+        )
+
+
+def _check_rule(path: Path, metadata: dict[str, str]) -> None:
+    found = {key: metadata.pop(key, None) for key in SNAPSHOT_METADATA}
+    expected = {key: str(value) for key, value in SNAPSHOT_METADATA.items()}
+    if found != expected:
+        raise CheckpointError(f"{path}: must be written as {expected}, got {found}; convert it with its own release")
+
+
+def _entry_names(name: str) -> list[str]:
+    return [f"{name}_blocks", f"{name}_scales"] if tensor_format(name) is Format.MXFP4 else [name]
+
+
+def _packed_entries(name: str, packed: PackedTensor) -> dict[str, torch.Tensor]:
+    payload = torch.from_numpy(np.array(packed.payload))
+    if packed.format is Format.MXFP4:
+        return dict(zip(_entry_names(name), (payload, torch.from_numpy(np.array(packed.scales))), strict=True))
+    return {name: payload.view(torch.bfloat16).view(packed.shape)}
+
+
+def _packed_from_entries(name: str, shape: tuple[int, ...], entries: Mapping[str, torch.Tensor]) -> PackedTensor:
+    if tensor_format(name) is Format.MXFP4:
+        blocks, scales = (entries[entry].numpy() for entry in _entry_names(name))
+        found = (*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1] * 2)
+        return PackedTensor(format=Format.MXFP4, shape=found, payload=blocks, scales=scales)
+    bits = entries[name].contiguous()
+    payload = bits.view(torch.uint8).numpy().reshape(*bits.shape, 2)
+    return PackedTensor(format=Format.BF16, shape=tuple(bits.shape), payload=payload, scales=np.empty(0, np.uint8))

@@ -1,0 +1,265 @@
+"""One view of the weights: the bytes that the learner's forward reads are the bytes that are published.
+
+`published_view` defines every tensor's bytes from the fp32 master: experts in MXFP4 (rule EVEN), everything else in
+bf16 (round to nearest even). The learner computes with `view` of those bytes, straight-through; a `WeightSnapshot`
+carries the same bytes with one digest a tensor, which the receiver checks before it loads anything.
+
+Invariant: a tensor's format follows from its exact name. There are no patterns that could match a neighbour, and a name
+that is not in the table is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from model.mxfp4 import BLOCK, BLOCK_BYTES, dequantize, quantize
+from rollout.types import WeightVersion
+
+
+class SnapshotError(ValueError):
+    """A published tensor that is missing, unknown, damaged or of the wrong shape."""
+
+
+class Format(StrEnum):
+    """How the published bytes of a tensor are read."""
+
+    MXFP4 = "mxfp4"
+    BF16 = "bf16"
+
+
+_NAMES: dict[Format, tuple[str, ...]] = {
+    Format.MXFP4: (
+        "model.layers.N.mlp.experts.gate_up_proj",
+        "model.layers.N.mlp.experts.down_proj",
+    ),
+    Format.BF16: (
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        "model.layers.N.input_layernorm.weight",
+        "model.layers.N.post_attention_layernorm.weight",
+        "model.layers.N.self_attn.q_proj.weight",
+        "model.layers.N.self_attn.k_proj.weight",
+        "model.layers.N.self_attn.v_proj.weight",
+        "model.layers.N.self_attn.o_proj.weight",
+        "model.layers.N.mlp.router.weight",
+        "model.layers.N.mlp.router.bias",
+        "model.layers.N.mlp.shared_experts.gate_proj.weight",
+        "model.layers.N.mlp.shared_experts.up_proj.weight",
+        "model.layers.N.mlp.shared_experts.down_proj.weight",
+    ),
+}
+_FORMAT_OF = {name: format for format, names in _NAMES.items() for name in names}
+_LAYER_NUMBER = re.compile(r"(?<=^model\.layers\.)[0-9]+(?=\.)")
+
+SNAPSHOT_METADATA: Mapping[str, str | int] = {"mxfp4_rule": "even", "mxfp4_version": 1}
+"""What a reader must know of the bytes; a different quantization rule or layout gets a new version."""
+
+
+def tensor_format(name: str) -> Format:
+    """The published format of a parameter, by its exact name.
+
+    Raises:
+        SnapshotError: The name is not in the table.
+    """
+    format = _FORMAT_OF.get(_LAYER_NUMBER.sub("N", name))
+    if format is None:
+        raise SnapshotError(
+            f"{name}: no published format is declared for this parameter, got an unknown name; "
+            "add its exact name to the table in model/snapshot.py"
+        )
+    return format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedTensor:
+    """The published bytes of one tensor, as NumPy arrays that may be read-only views of shared memory.
+
+    `shape` is that of the parameter. MXFP4: `payload` is uint8 [..., K/32, 16] and `scales` uint8 [..., K/32]. BF16:
+    `payload` holds the little-endian bits, uint8 [..., 2], and `scales` is empty.
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    payload: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.uint8]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire."""
+        return self.payload.nbytes + self.scales.nbytes
+
+
+def publish_tensor(name: str, master: torch.Tensor) -> PackedTensor:
+    """The published bytes of one fp32 master.
+
+    Raises:
+        SnapshotError: Unknown name, or the master is not fp32.
+        MXFP4Error: An expert tensor that MXFP4 cannot hold (NaN, infinity, odd shape).
+    """
+    format = tensor_format(name)
+    if master.dtype != torch.float32:
+        raise SnapshotError(f"{name}: published from the fp32 master only, got {master.dtype}; keep masters in fp32")
+    master = master.detach()
+    if format is Format.MXFP4:
+        blocks, scales = quantize(master, name=name)
+        payload, scale_bytes = blocks.cpu().numpy(), scales.cpu().numpy()
+    else:
+        bits = master.to(torch.bfloat16).contiguous().cpu().view(torch.uint8).numpy()
+        payload, scale_bytes = bits.reshape(*master.shape, 2), np.empty(0, np.uint8)
+    return PackedTensor(format=format, shape=tuple(master.shape), payload=payload, scales=scale_bytes)
+
+
+def published_view(masters: Mapping[str, torch.Tensor]) -> dict[str, PackedTensor]:
+    """The published bytes of every parameter. The one place that decides what the policy is."""
+    return {name: publish_tensor(name, master) for name, master in masters.items()}
+
+
+def view(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values of published bytes, as a new tensor in fp32 or bf16 (either holds them exactly)."""
+    if packed.format is Format.MXFP4:
+        return dequantize(_tensor(packed.payload), _tensor(packed.scales), dtype).view(packed.shape)
+    return _tensor(packed.payload).view(torch.bfloat16).view(packed.shape).to(dtype)
+
+
+def _tensor(array: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """The array as a tensor; copied when read-only, because a torch tensor cannot promise not to write."""
+    array = np.ascontiguousarray(array)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class StraightThrough(torch.autograd.Function):
+    """`apply(master, view)` is the view in the forward pass and the identity for the gradient.
+
+    Elements that saturated keep their gradient, so a master can come back from beyond the largest code.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, master: torch.Tensor, viewed: torch.Tensor) -> torch.Tensor:
+        """The view."""
+        ctx.dtype = master.dtype
+        return viewed.view_as(viewed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradient of the view, in the master's dtype."""
+        return grads[0].to(ctx.dtype), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightSnapshot:
+    """A published version of all weights, ready to travel.
+
+    `digests` are hex BLAKE2b-128 of each tensor's name, format, shape and bytes. `base_version` is `None` for a full
+    snapshot, and the version that a delta applies to otherwise.
+    """
+
+    version: WeightVersion
+    tensors: Mapping[str, PackedTensor]
+    digests: Mapping[str, str]
+    metadata: Mapping[str, str | int] = field(default_factory=lambda: dict(SNAPSHOT_METADATA))
+    base_version: WeightVersion | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors on the wire."""
+        return sum(packed.num_bytes for packed in self.tensors.values())
+
+
+def digest(name: str, packed: PackedTensor) -> str:
+    """Hex BLAKE2b-128 of a tensor and of everything needed to read it."""
+    state = hashlib.blake2b(f"{name}|{packed.format.value}|{packed.shape}|".encode(), digest_size=16)
+    state.update(np.ascontiguousarray(packed.payload).data)
+    state.update(np.ascontiguousarray(packed.scales).data)
+    return state.hexdigest()
+
+
+def make_snapshot(version: WeightVersion, packed: Mapping[str, PackedTensor]) -> WeightSnapshot:
+    """A full snapshot of `published_view`'s result. The bytes are shared, not copied: do not write to them."""
+    digests = {name: digest(name, tensor) for name, tensor in packed.items()}
+    return WeightSnapshot(version=version, tensors=dict(packed), digests=digests)
+
+
+def verify(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a snapshot holds exactly the expected parameters, undamaged, in the format their names demand.
+
+    Args:
+        snapshot: What arrived.
+        expected: Name and shape of every parameter of the receiving model (`transformer.parameter_shapes`).
+
+    Raises:
+        SnapshotError: Names the first tensor (or lists the names) at fault.
+    """
+    if dict(snapshot.metadata) != dict(SNAPSHOT_METADATA):
+        raise SnapshotError(
+            f"snapshot {snapshot.version}: must be written as {dict(SNAPSHOT_METADATA)}, "
+            f"got {dict(snapshot.metadata)}; run the same release on both sides"
+        )
+    missing, extra = expected.keys() - snapshot.tensors.keys(), snapshot.tensors.keys() - expected.keys()
+    if missing or extra:
+        raise SnapshotError(
+            f"snapshot {snapshot.version}: must hold exactly the model's parameters, got missing {sorted(missing)} and "
+            f"extra {sorted(extra)}; publish from the same model configuration"
+        )
+    for name, shape in expected.items():
+        packed = snapshot.tensors[name]
+        _check_layout(f"snapshot {snapshot.version}: {name}", packed, tensor_format(name), tuple(shape))
+        found = digest(name, packed)
+        if found != snapshot.digests.get(name):
+            raise SnapshotError(
+                f"snapshot {snapshot.version}: {name}: digest must be {snapshot.digests.get(name)}, got {found}; "
+                "the bytes changed on the way: fetch the snapshot again"
+            )
+
+
+def _check_layout(where: str, packed: PackedTensor, format: Format, shape: tuple[int, ...]) -> None:
+    """Check declared and actual layout of one tensor."""
+    if packed.format is not format:
+        raise SnapshotError(f"{where}: format must be {format.value}, got {packed.format.value}; publish it again")
+    if packed.shape != shape:
+        raise SnapshotError(f"{where}: shape must be {shape}, got {packed.shape}; the models differ in size")
+    if format is Format.MXFP4:
+        scales_shape = (*shape[:-1], shape[-1] // BLOCK)
+        layout = ((*scales_shape, BLOCK_BYTES), scales_shape)
+    else:
+        layout = ((*shape, 2), (0,))
+    arrays = (packed.payload, packed.scales)
+    if tuple(array.shape for array in arrays) != layout or any(array.dtype != np.uint8 for array in arrays):
+        got = [(array.dtype.name, array.shape) for array in arrays]
+        raise SnapshotError(
+            f"{where}: payload and scales must be uint8 of shapes {layout}, got {got}; publish it again"
+        )
+
+
+def codes_changed(old: Mapping[str, PackedTensor], new: Mapping[str, PackedTensor]) -> dict[str, tuple[int, int]]:
+    """How much an update moved what the sampler sees: for each tensor, values whose published form changed, and all.
+
+    An MXFP4 value has changed when its code or its block's scale byte differs; a bf16 value when its bits do.
+
+    Raises:
+        SnapshotError: The two sets of tensors differ in names or shapes.
+    """
+    if {name: packed.shape for name, packed in old.items()} != {name: packed.shape for name, packed in new.items()}:
+        raise SnapshotError(
+            f"codes_changed: both sides must hold the same parameters, got {len(old)} and {len(new)} tensors "
+            "that differ in name or shape; compare versions of one model"
+        )
+    return {name: (_num_changed(old[name], new[name]), int(np.prod(old[name].shape))) for name in old}
+
+
+def _num_changed(old: PackedTensor, new: PackedTensor) -> int:
+    if old.format is Format.BF16:
+        return int(np.count_nonzero((old.payload != new.payload).any(-1)))
+    differs = old.payload ^ new.payload
+    rescaled = (old.scales != new.scales)[..., None]
+    low, high = (differs & 0x0F != 0) | rescaled, (differs >> 4 != 0) | rescaled
+    return int(np.count_nonzero(low) + np.count_nonzero(high))
