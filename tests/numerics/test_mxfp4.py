@@ -221,7 +221,7 @@ def test_near_grid_blocks_equal_the_definition(block):
 
 
 def test_noise_of_gaussian_weights_is_that_of_rule_even():
-    """Signal to noise of rule EVEN on Gaussian weights lies within 18.92 to 19.07 dB, depending on the scale's phase."""
+    """Rule EVEN on Gaussian weights has 18.92 to 19.07 dB of signal to noise, depending on the phase of the scale."""
     torch.manual_seed(0)
     for sigma in (0.02, 0.025, 0.033):
         weight = torch.randn(256, 2880) * sigma
