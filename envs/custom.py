@@ -117,7 +117,7 @@ class _PerEpisode(EnvFactory):
     def __init__(self, make: Callable[[], Env]) -> None:
         self._make = make
 
-    def make(self) -> Env:
+    def make(self, *, fresh_grading: bool = False) -> Env:
         return self._make()
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from envs.coding.answer import extract, format_answer
 from envs.coding.compositions import Composition
 from envs.coding.examples import Example, Problem
 from envs.coding.tasks import CodingTasks
+from envs.sandbox.wire import BadValueError, encode_value
 from rollout.types import Json, Message, Role, Split, Task
 
 HELD_OUT_FRAC = 0.1
@@ -230,6 +231,11 @@ def _problem_of_example(example: object) -> str | None:
         return "an example has exactly the keys 'args' and 'expected'"
     if not isinstance(fields["args"], list):
         return "args must be the list of the call's arguments"
+    try:
+        encode_value(cast(object, fields["args"]))
+        encode_value(fields["expected"])
+    except BadValueError as problem:
+        return str(problem)
     return None
 
 

@@ -128,6 +128,10 @@ def test_demonstrations_come_from_training_rows_with_a_solution(write):
         ({**ROW, "hidden": [3]}, "hidden: an example must be an object, got 3 in"),
         ({**ROW, "hidden": [{"args": [1]}]}, "hidden: an example has exactly the keys 'args' and 'expected', got"),
         ({**ROW, "visible": [{"args": 1, "expected": 1}]}, "visible: args must be the list of the call's arguments,"),
+        (
+            {**ROW, "visible": [{"args": [list(range(60_000))], "expected": 1}]},
+            "visible: value: too many parts, got more than 50000; return less, got {'args'",
+        ),
         ({**ROW, "split": "test"}, "split must be 'train' or 'held_out', got 'test' in"),
         ({**ROW, "solution": "lambda x: x"}, "solution must be a program that defines f, got 'lambda x: x' in"),
         ("{not json", "not JSON (Expecting property name"),

@@ -1,0 +1,73 @@
+"""Environments by name: an explicit table, and `custom` for a user's own (`envs.custom`).
+
+Workers build the factory (it owns the sandboxes), the driver builds the tasks (they need none). Both read the same
+`EnvConfig`; `check_env_config` finds its mistakes without starting anything.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from envs.base import EnvError, EnvFactory, TaskSource
+from envs.coding.env import coding_factory
+from envs.coding.tasks import CodingTasks
+from envs.config import EnvConfig
+from envs.custom import custom_factory, custom_tasks
+from envs.dataset import DatasetTasks
+from envs.extension import load_target
+
+CUSTOM = "custom"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """How an environment is built: the factory for a worker, the tasks of a run from its seed."""
+
+    factory: Callable[[EnvConfig], EnvFactory]
+    tasks: Callable[[EnvConfig, int], TaskSource]
+
+
+def _coding_tasks(config: EnvConfig, seed: int) -> TaskSource:
+    if config.dataset is not None:
+        return DatasetTasks(config.dataset, seed=seed)
+    return CodingTasks(seed=seed, num_visible=config.num_visible_checks, num_hidden=config.num_hidden_checks)
+
+
+ENVIRONMENTS: Mapping[str, Environment] = {
+    "coding": Environment(factory=coding_factory, tasks=_coding_tasks),
+    CUSTOM: Environment(factory=custom_factory, tasks=custom_tasks),
+}
+
+
+def check_env_config(config: EnvConfig) -> Environment:
+    """The environment that the configuration names. Raises `EnvError` or `ExtensionError` for a mistake in it."""
+    environment = ENVIRONMENTS.get(config.name)
+    if environment is None:
+        near = difflib.get_close_matches(config.name, ENVIRONMENTS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {sorted(ENVIRONMENTS)}"
+        raise EnvError(f"env.name: unknown environment, got {config.name!r}; {hint}")
+    if config.name == CUSTOM:
+        if config.target is None:
+            raise EnvError("env.target: missing, got env.name=custom alone; set env.target=module:attribute")
+        load_target(config.target, config.params, "env")
+    elif config.target is not None or config.params:
+        raise EnvError(
+            f"env.target: target and params belong to env.name=custom, got {config.target!r} and {config.params!r} "
+            f"with {config.name!r}; set env.name=custom or drop them"
+        )
+    for key in ("max_turns", "max_tokens_per_turn", "sandboxes_per_worker", "sandbox_memory_mb", "call_timeout_s"):
+        if not getattr(config, key) > 0:
+            raise EnvError(f"env.{key}: must be positive, got {getattr(config, key)}; raise it")
+    return environment
+
+
+def build_factory(config: EnvConfig) -> EnvFactory:
+    """The factory of a rollout worker; it starts the sandboxes."""
+    return check_env_config(config).factory(config)
+
+
+def build_tasks(config: EnvConfig, *, seed: int) -> TaskSource:
+    """The tasks of a run; a task file is read and checked here."""
+    return check_env_config(config).tasks(config, seed)
