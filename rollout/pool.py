@@ -43,8 +43,7 @@ class RolloutPool:
     def __init__(self, spec: WorkerSpec, *, num_workers: int, deadline_s: float):
         self._deadline_s = deadline_s
         actor_class: Any = RolloutActor  # Ray's decorator hides the class from the type checker
-        options = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}}
-        self._actors: list[Any] = [actor_class.options(**options).remote(spec) for _ in range(num_workers)]
+        self._actors: list[Any] = [actor_class.options(num_cpus=1).remote(spec) for _ in range(num_workers)]
         self._pids: list[int] = []
         self._pids = self._call("start", "pid", [() for _ in self._actors])
 

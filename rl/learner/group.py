@@ -30,8 +30,7 @@ class LearnerGroup:
     def __init__(self, spec: LearnerSpec, *, num_ranks: int, deadline_s: float):
         self._deadline_s = deadline_s
         actor_class: Any = LearnerActor  # Ray's decorator hides the class from the type checker
-        options = {"num_cpus": 1, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(spec.num_threads)}}}
-        self._actors: list[Any] = [actor_class.options(**options).remote(spec) for _ in range(num_ranks)]
+        self._actors: list[Any] = [actor_class.options(num_cpus=1).remote(spec) for _ in range(num_ranks)]
         address, port, self.pid = self._get("start", self._actors[0].meeting_point.remote())
         starting = [
             actor.start.remote(Rendezvous(rank=rank, world_size=num_ranks, address=address, port=port))

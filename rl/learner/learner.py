@@ -107,7 +107,7 @@ class Learner:
             out = self._engine.forward(batch)
             loss = -_chosen(torch.log_softmax(out.logits_RV, dim=-1), batch).sum() / num_tokens
             self._engine.backward(loss + self._router_loss(out, batch, num_packed)[0])
-            loss_sum += float(loss)
+            loss_sum += float(loss.detach())
         self._step(lr)
         return loss_sum
 
@@ -171,7 +171,7 @@ class Learner:
         balance = load_balancing_loss(sums, totals) * share
         z_loss = router_z_loss(sums, totals) * share
         weighted = self._spec.load_balance_coef * balance + self._spec.router_z_coef * z_loss
-        return weighted, float(balance), float(z_loss)
+        return weighted, float(balance.detach()), float(z_loss.detach())
 
 
 class _Totals:
@@ -194,7 +194,7 @@ class _Totals:
         logprobs_R: torch.Tensor,
     ) -> None:
         log_ratio_R = logprobs_R - batch.behavior_logprobs_R
-        self._sums["policy"] += float(policy_loss)
+        self._sums["policy"] += float(policy_loss.detach())
         self._sums["balance"] += balance
         self._sums["router_z"] += router_z_loss
         self._sums["clipped"] += float(clipped_R.sum())

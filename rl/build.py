@@ -1,0 +1,284 @@
+"""The composition root: builds the parts of a run from its configuration, runs them, and takes them down again.
+
+The only module that knows every package. What it starts it stops, in reverse order, whatever happens between.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from envs.base import TaskSource
+from envs.extension import load_target
+from envs.registry import build_tasks
+from envs.sandbox.probe import probe
+from rewards.base import Reward
+from rewards.registry import build_reward
+from rl.algorithms.registry import build_algorithm
+from rl.checkpoint import Checkpoints, RunState
+from rl.cluster import ray_cluster
+from rl.config import RunConfig
+from rl.config_check import WorkerPlan, resolve_workers
+from rl.evaluate import Evaluator
+from rl.interrupt import graceful_interrupt
+from rl.learner.deepspeed import OptimizerSettings
+from rl.learner.group import LearnerGroup
+from rl.learner.learner import LearnerSpec
+from rl.loop import Parts, train
+from rl.metrics import METRICS_FILE, MetricsLog, read_metrics
+from rl.progress import Progress, closing_lines
+from rl.publish import Publisher
+from rl.recorder import Recorder
+from rl.report import EPISODE_COLUMNS, HeldOut, RunFacts, episode_rows, machine_facts, write_report
+from rl.rollouts import Rollouts, task_limits
+from rl.run_folder import RunFolder, RunResult, commit, plain
+from rl.sft import TOKENIZER_FILE, StartPlan, plan_start, warm_start
+from rl.tracking import Tracker, new_run_id, resolve_mode
+from rollout.pool import RolloutPool
+from rollout.tokenizer import load_tokenizer
+from rollout.types import WeightVersion
+from rollout.worker import WorkerSpec
+
+_BEFORE, _AFTER = "held_out_before.json", "held_out_after.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """Where a run begins: from its own start, or from a checkpoint (`state`)."""
+
+    plan: StartPlan
+    state: RunState | None
+
+    @property
+    def first_round(self) -> int:
+        return 1 if self.state is None else self.state.next_round
+
+
+def run(config: RunConfig, folder: RunFolder) -> RunResult:
+    """Carry out a run, or what is left of it, in `folder`. Raises KeyboardInterrupt when it was asked to stop."""
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress())
+        tasks, workers = _prepare(config, progress)
+        checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
+        start = _find_start(config, checkpoints, tasks)
+        pool = _start_workers(stack, config, start.plan, workers, progress)
+        if start.state is None and config.warm_start.checkpoint is None:
+            warm_start(config, start.plan, tasks, pool, workers.learner_threads, progress)
+        stopped = _rounds(stack, config, folder, progress, tasks, checkpoints, start, pool, workers)
+    if stopped:
+        raise KeyboardInterrupt
+    return _finish(config, folder, workers)
+
+
+def make_start(config: RunConfig) -> Path:
+    """Only the warm start (`python -m rl.sft`); returns its folder."""
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress())
+        tasks, workers = _prepare(config, progress)
+        plan = plan_start(config, tasks)
+        if not plan.is_ready:
+            pool = _start_workers(stack, config, plan, workers, progress)
+            warm_start(config, plan, tasks, pool, workers.learner_threads, progress)
+        progress.say(f"the start is in {plan.folder}; use it with warm_start.checkpoint={plan.folder}")
+    return plan.folder
+
+
+def _prepare(config: RunConfig, progress: Progress) -> tuple[TaskSource, WorkerPlan]:
+    """What can fail fast: the sandbox of this machine and the tasks."""
+    progress.stage("checking the sandbox and the tasks")
+    probe(config.env.sandbox)
+    workers = resolve_workers(config)
+    progress.say(
+        f"{workers.num_workers} rollout workers with {workers.threads_per_worker} threads each, "
+        f"learner with {workers.learner_threads}"
+    )
+    return build_tasks(config.env, seed=config.run.seed), workers
+
+
+def _find_start(config: RunConfig, checkpoints: Checkpoints, tasks: TaskSource) -> _Start:
+    latest = checkpoints.latest()
+    if latest is None:
+        return _Start(plan=plan_start(config, tasks), state=None)
+    folder, state = latest
+    tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+    model = replace(config.model, vocab_size=tokenizer.get_vocab_size())
+    return _Start(plan=StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model), state=state)
+
+
+def _start_workers(
+    stack: ExitStack, config: RunConfig, plan: StartPlan, workers: WorkerPlan, progress: Progress
+) -> RolloutPool:
+    progress.stage("starting Ray")
+    stack.enter_context(ray_cluster(config.cluster, num_cpus=workers.num_workers + config.learner.num_ranks))
+    progress.stage("starting the rollout workers and their sandboxes")
+    episodes = max(config.rollout.prompts_per_round * config.rollout.group_size, config.evaluation.num_tasks)
+    spec = WorkerSpec(
+        env=config.env,
+        model=plan.model,
+        tokenizer_json=plan.tokenizer_json,
+        num_threads=workers.threads_per_worker,
+        max_sessions=-(-episodes // workers.num_workers),
+        max_retries=config.rollout.max_retries,
+    )
+    return stack.enter_context(
+        RolloutPool(spec, num_workers=workers.num_workers, deadline_s=config.rollout.round_deadline_s)
+    )
+
+
+def _rounds(
+    stack: ExitStack,
+    config: RunConfig,
+    folder: RunFolder,
+    progress: Progress,
+    tasks: TaskSource,
+    checkpoints: Checkpoints,
+    start: _Start,
+    pool: RolloutPool,
+    workers: WorkerPlan,
+) -> bool:
+    """All remaining rounds with the evaluations around them; whether the run was asked to stop."""
+    progress.stage("building the learner")
+    learners = stack.enter_context(
+        LearnerGroup(
+            _learner_spec(config, start.plan, workers),
+            num_ranks=config.learner.num_ranks,
+            deadline_s=config.learner.call_deadline_s,
+        )
+    )
+    publisher = Publisher(learners, pool, config.parity)
+    if start.state is not None:
+        learners.load(start.plan.folder.resolve())
+        progress.say(f"resuming before round {start.first_round}, from {start.plan.folder}")
+    publisher.publish(WeightVersion(0 if start.state is None else start.state.weight_version))
+
+    before_file = folder.path / _BEFORE
+    log = stack.enter_context(
+        MetricsLog(folder.path / METRICS_FILE, resume_round=start.first_round if before_file.is_file() else 0)
+    )
+    wandb_id = new_run_id() if start.state is None else start.state.wandb_id
+    tracker = stack.enter_context(
+        Tracker(
+            folder.path,
+            resolve_mode(config.logging.wandb.value),
+            project=config.logging.project,
+            run_id=wandb_id,
+            name=config.run.name,
+            config=plain(config),
+            tags=config.logging.tags,
+        )
+    )
+    recorder = Recorder(log=log, tracker=tracker, progress=progress)
+    evaluator = Evaluator(
+        pool=pool,
+        reward=_reward(config),
+        tasks=tasks,
+        limits=task_limits(config),
+        max_context_tokens=config.env.max_context_tokens,
+        settings=config.evaluation,
+    )
+    stop = stack.enter_context(
+        graceful_interrupt(lambda: progress.say("stopping after this round; once more to stop at once"))
+    )
+    parts = Parts(
+        config=config,
+        rollouts=Rollouts(config=config, tasks=tasks, pool=pool),
+        reward=evaluator.reward,
+        algorithm=build_algorithm(config.algorithm),
+        learners=learners,
+        publisher=publisher,
+        evaluator=evaluator,
+        checkpoints=checkpoints,
+        recorder=recorder,
+        tokenizer_json=start.plan.tokenizer_json,
+        wandb_id=wandb_id,
+        on_round=folder.record_round,
+        should_stop=stop,
+    )
+    if not before_file.is_file():
+        with recorder.stage("evaluate"):
+            evaluations = evaluator.full()
+        recorder.record_start(evaluations)
+        before = evaluator.held_out(evaluations)
+        before.save(before_file)
+        tracker.log_table("episodes/before", EPISODE_COLUMNS, episode_rows(before.episodes))
+        progress.say(f"held-out before: {before.results[0].passed}")
+    progress.phase("rounds", config.run.rounds, done=start.first_round - 1)
+    train(parts, start.first_round)
+    if stop():
+        return True
+    progress.end_phase()
+    progress.stage("held-out evaluation after the last round")
+    after = evaluator.held_out(evaluator.full())
+    after.save(folder.path / _AFTER)
+    tracker.log_table("episodes/after", EPISODE_COLUMNS, episode_rows(after.episodes))
+    return False
+
+
+def _learner_spec(config: RunConfig, plan: StartPlan, workers: WorkerPlan) -> LearnerSpec:
+    return LearnerSpec(
+        model=plan.model,
+        optimizer=OptimizerSettings(
+            beta1=config.learner.beta1,
+            beta2=config.learner.beta2,
+            weight_decay=config.learner.weight_decay,
+            max_grad_norm=config.learner.max_grad_norm,
+            zero_stage=config.learner.zero_stage,
+        ),
+        start=plan.folder.resolve(),
+        num_threads=workers.learner_threads,
+        micro_batch_tokens=config.learner.micro_batch_tokens,
+        load_balance_coef=config.algorithm.load_balance_coef,
+        router_z_coef=config.algorithm.router_z_coef,
+    )
+
+
+def _reward(config: RunConfig) -> Reward:
+    target = config.reward.target
+    custom = None if target is None else load_target(target, config.reward.params, "reward")
+    return build_reward(config.reward, custom)
+
+
+def _finish(config: RunConfig, folder: RunFolder, workers: WorkerPlan) -> RunResult:
+    """Write the report and the result, and say how it went and how to go on."""
+    before, after = HeldOut.load(folder.path / _BEFORE), HeldOut.load(folder.path / _AFTER)
+    rows = read_metrics(folder.path / METRICS_FILE)
+    seconds = sum(row.values.get("time/round_s") or 0.0 for row in rows)
+    rewards = [reward for row in rows if (reward := row.values.get("reward/total")) is not None]
+    head, dirty = commit()
+    again = f"python -m rl.train {shlex.join(sys.argv[1:])}".strip()
+    more = f"{again} run.rounds={config.run.rounds + 10}"
+    report = write_report(
+        folder.path,
+        facts=RunFacts(
+            name=config.run.name,
+            status=f"finished {config.run.rounds} of {config.run.rounds} rounds",
+            commit=f"{head}{' with changes' if dirty else ''}",
+            resume_command=more,
+            config_yaml=yaml.safe_dump(plain(config), sort_keys=False),
+            seconds=seconds,
+            machine=machine_facts(workers.learner_threads),
+        ),
+        before=before,
+        after=after,
+        parity_mean_bound_nats=config.parity.mean_abs_nats,
+        parity_max_bound_nats=config.parity.max_abs_nats,
+    )
+    result = RunResult(
+        rounds=config.run.rounds,
+        held_out_before=before.results[0].passed.rate or 0.0,
+        held_out_after=after.results[0].passed.rate or 0.0,
+        reward_first=rewards[0] if rewards else 0.0,
+        reward_last=rewards[-1] if rewards else 0.0,
+        minutes=seconds / 60,
+    )
+    folder.finish(result)
+    lines = closing_lines(
+        before=before.results[0].passed, after=after.results[0].passed, report=report, resume_command=more
+    )
+    sys.stdout.write("\n".join(lines) + "\n")
+    return result

@@ -1,0 +1,135 @@
+"""The round.
+
+    ROLLOUT  tasks          -> trajectories      rollout.pool, rollout.episode
+    REWARD   trajectories   -> judged groups     rewards
+    CREDIT   judged groups  -> training samples  rl.advantage, rl.algorithms
+    PARITY   samples        -> gate              rl.parity
+    UPDATE   samples        -> new masters       rl.learner
+    PUBLISH  masters        -> next version      rl.publish
+
+Every stage is a function of the round's number and of what came before it, so a resumed run repeats a round exactly.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rewards.base import Reward, score_group
+from rl.advantage import assign_credit
+from rl.algorithms.base import Algorithm
+from rl.batch import TrainSample
+from rl.checkpoint import Checkpoints, RunState
+from rl.config import RunConfig
+from rl.evaluate import Evaluation, Evaluator
+from rl.learner.group import LearnerGroup
+from rl.publish import Publisher
+from rl.recorder import Recorder, RoundFacts
+from rl.rollouts import Rollouts
+from rl.sft import TOKENIZER_FILE
+from rollout.types import WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of a run, put together by `rl.build`."""
+
+    config: RunConfig
+    rollouts: Rollouts
+    reward: Reward
+    algorithm: Algorithm
+    learners: LearnerGroup
+    publisher: Publisher
+    evaluator: Evaluator
+    checkpoints: Checkpoints
+    recorder: Recorder
+    tokenizer_json: str
+    wandb_id: str
+    on_round: Callable[[int], None]
+    should_stop: Callable[[], bool]
+
+    def save(self, number: int) -> None:
+        """Write the checkpoint from which round `number + 1` starts; it is a whole model folder too."""
+
+        def write(folder: Path) -> None:
+            self.learners.save(folder.resolve())
+            (folder / TOKENIZER_FILE).write_text(self.tokenizer_json)
+
+        state = RunState(
+            next_round=number + 1,
+            data_cursor=self.rollouts.cursor(number + 1),
+            weight_version=self.publisher.version,
+            seed=self.config.run.seed,
+            wandb_id=self.wandb_id,
+        )
+        self.checkpoints.save(state, write)
+
+
+def train(parts: Parts, first_round: int) -> None:
+    """Rounds `first_round` to the last; returns after a round when asked to stop."""
+    config, stage = parts.config, parts.recorder.stage
+    for number in range(first_round, config.run.rounds + 1):
+        with stage("rollout"):
+            groups = parts.rollouts.collect(number)
+        with stage("reward"):
+            judged = [score_group(parts.reward, group) for group in groups]
+        with stage("credit"):
+            credit = assign_credit(
+                judged,
+                parts.algorithm,
+                min_valid_frac=config.rollout.min_valid_frac,
+                permute_key=(config.run.seed, number) if config.run.permute_rewards else None,
+            )
+        with stage("parity"):
+            parity = parts.publisher.check_parity(credit.samples)
+        with stage("update"):
+            lr = learning_rate(config, number)
+            update = parts.learners.update(minibatches(config, number, credit.samples), parts.algorithm, lr)
+        sampled_version = parts.publisher.version
+        with stage("publish"):
+            published = parts.publisher.publish(WeightVersion(sampled_version + 1))
+        with stage("evaluate"):
+            evaluations = _evaluate_if_due(parts, number)
+        parts.recorder.record(
+            number,
+            RoundFacts(
+                groups=judged,
+                credit=credit,
+                parity=parity,
+                update=update,
+                published=published,
+                lr=lr,
+                sampled_version=sampled_version,
+                load_balance_coef=config.algorithm.load_balance_coef,
+                router_z_coef=config.algorithm.router_z_coef,
+            ),
+            evaluations,
+        )
+        stopping = parts.should_stop()
+        with stage("checkpoint"):
+            if stopping or number % config.run.checkpoint_every == 0 or number == config.run.rounds:
+                parts.save(number)
+        parts.on_round(number)
+        if stopping:
+            return
+
+
+def learning_rate(config: RunConfig, number: int) -> float:
+    """The learning rate of round `number`: it falls linearly to `lr_end_frac` of itself over the run."""
+    return config.algorithm.lr * max(config.algorithm.lr_end_frac, 1 - (number - 1) / config.run.rounds)
+
+
+def minibatches(config: RunConfig, number: int, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
+    """The trained samples of a round in `num_minibatches` random parts, each sample once."""
+    trained = [sample for sample in samples if sample.trained]
+    random.Random(f"{config.run.seed}/{number}").shuffle(trained)
+    count = config.algorithm.num_minibatches
+    return [trained[part::count] for part in range(count)]
+
+
+def _evaluate_if_due(parts: Parts, number: int) -> list[Evaluation]:
+    """A brief held-out evaluation during the run; after the last round `rl.build` makes the full one."""
+    run = parts.config.run
+    return [] if number % run.eval_every or number == run.rounds else parts.evaluator.brief()
