@@ -25,7 +25,7 @@ def ray_cluster(config: ClusterConfig, *, num_cpus: int) -> Iterator[None]:
     On this machine that number is declared, not measured: the learner computes while the rollout workers wait, so both
     count as having the machine to themselves, and their real threads are set by `rl.config_check.resolve_workers`.
     """
-    # A thread of torch's pool that spins at a barrier takes the CPU from the one it waits for; the workers inherit this.
+    # A thread of torch's pool that spins at a barrier takes the CPU from the one it waits for. The workers inherit it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     remove_dead_folders()
     folder = short_temp_folder()
