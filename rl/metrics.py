@@ -112,6 +112,7 @@ METRICS: Mapping[str, MetricInfo] = {
         _info("episodes/truncated", "episodes", _LOWER, "Episodes cut by a limit on tokens, turns or context"),
         _info("episodes/tampered", "episodes", _LOWER, "Episodes that broke the grader's protocol; they score 0"),
         _info("episodes/mean_turns", "turns", _NEITHER, "Mean turns an episode"),
+        _info("time/round_s", "s", _LOWER, "Wall time of the whole round, stages and what lies between them"),
         _info("memory/peak_bytes", "bytes", _LOWER, "Peak resident memory of the learner process"),
     )
 }  # fmt: skip
