@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -11,10 +12,12 @@ from envs.base import EnvFactory
 from envs.check import EnvContractError, check_env
 from envs.coding.answer import format_answer
 from envs.coding.examples import problem_of
-from envs.config import EnvConfig
+from envs.config import EnvConfig, SandboxKind
 from envs.custom import TextEnv, custom_factory, custom_tasks, question
 from envs.dataset import main
 from envs.registry import ENVIRONMENTS, build_factory, build_tasks
+from envs.sandbox.base import SandboxUnavailable
+from envs.sandbox.probe import probe
 from rollout.types import Message, Role, Verdict
 
 
@@ -59,12 +62,21 @@ def _custom(name):
     return EnvConfig(name="custom", target=f"{__name__}:{name}")
 
 
+@pytest.fixture(scope="module")
+def sandbox():
+    """The strongest kind that holds on this machine; that it holds is tested with the sandboxes."""
+    try:
+        return probe(SandboxKind.local).kind
+    except SandboxUnavailable:
+        return probe(SandboxKind.degraded).kind
+
+
 CONFIGS = {"coding": EnvConfig(call_timeout_s=2.0), "custom": _custom("Double")}
 
 
 @pytest.fixture
-def environment(request):
-    config = CONFIGS[request.param]
+def environment(request, sandbox):
+    config = replace(CONFIGS[request.param], sandbox=sandbox)
     factory = build_factory(config)
     yield factory, build_tasks(config, seed=0)
     factory.close()
@@ -90,11 +102,11 @@ def test_the_contract_catches_a_bad_environment(name, breach):
         check_env(custom_factory(config), custom_tasks(config, seed=0))
 
 
-def test_exported_tasks_grade_as_the_procedural_ones_do(tmp_path, monkeypatch, capsys):
+def test_exported_tasks_grade_as_the_procedural_ones_do(sandbox, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     path = str(tmp_path / "tasks.jsonl")
     main(["export", "--count", "40", "--held-out", "4", path])
-    config = EnvConfig(dataset=path, call_timeout_s=2.0)
+    config = EnvConfig(dataset=path, call_timeout_s=2.0, sandbox=sandbox)
     factory = build_factory(config)
     try:
         loaded, procedural = build_tasks(config, seed=0), build_tasks(EnvConfig(), seed=0)
@@ -137,8 +149,8 @@ CHEATS = {
 
 
 @pytest.fixture(scope="module")
-def coding():
-    config = EnvConfig(call_timeout_s=1.0)
+def coding(sandbox):
+    config = EnvConfig(call_timeout_s=1.0, sandbox=sandbox)
     factory = build_factory(config)
     yield factory, build_tasks(config, seed=0)
     factory.close()
