@@ -53,6 +53,7 @@ test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu and not multi_gpu and not docker" $(ARGS)
 
 check: setup
+	@set -x
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

@@ -32,6 +32,6 @@ class EnvConfig:
     sandbox: SandboxKind = SandboxKind.local
     sandboxes_per_worker: int = 2
     num_visible_checks: int = 6
-    num_hidden_checks: int = 6
+    num_hidden_checks: int = 10
     call_timeout_s: float = 1.0
     sandbox_memory_mb: int = 512

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.config import ModelConfig
-from model.layers import TORCH_DTYPE, Linear
-from model.rope import Rotation, rotate
+from model.layers import TORCH_DTYPE, HeadLinear, Linear
+from model.rope import rotate
 
 
 class AttentionError(ValueError):
@@ -40,20 +40,20 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
         self.layer_index = layer_index
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.head_dim = config.head_dim
         self.compute_dtype = TORCH_DTYPE[config.compute_dtype]
-        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
-        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.q_proj = HeadLinear(config.hidden_size, config.num_heads, config.head_dim)
+        self.k_proj = HeadLinear(config.hidden_size, config.num_kv_heads, config.head_dim)
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
 
-    def forward(self, x_TD: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
-        """[T, D] in, [T, D] out in the compute dtype."""
+    def forward(self, x_TD: torch.Tensor, by_T1h: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """[T, D] in, [T, D] out in the compute dtype; `by_T1h` is `rope.rotation` of the positions."""
         x_TD = x_TD.to(self.compute_dtype)
-        q_THd = self.q_proj(x_TD).view(-1, self.num_heads, self.head_dim)
-        k_TGd = self.k_proj(x_TD).view(-1, self.num_kv_heads, self.head_dim)
-        v_TGd = self.v_proj(x_TD).view(-1, self.num_kv_heads, self.head_dim)
-        out_THd = attend(self.layer_index, rotate(q_THd, rotation), rotate(k_TGd, rotation), v_TGd)
+        q_THd = rotate(self.q_proj(x_TD), by_T1h)
+        k_TGd = rotate(self.k_proj(x_TD), by_T1h)
+        v_TGd = self.v_proj(x_TD).view(len(x_TD), -1, self.head_dim)
+        out_THd = attend(self.layer_index, q_THd, k_TGd, v_TGd)
         return self.o_proj(out_THd.reshape(len(x_TD), -1))
 
 
@@ -97,6 +97,8 @@ class PackedAttention:
 
     Only queries, keys and values are ever padded. Sequences are grouped into buckets of similar length, each a padded
     [S, H, L, d] batch for torch's fused attention; padding lies after the real tokens, where causality hides it.
+    (Batched products with a dense softmax, backward written out, were tried: 1.5 times as fast at 60 tokens, no faster
+    at 130, slower from 256 on.)
     """
 
     def __init__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.config import ComputeDtype
+from model.rope import adjacent_pairs
 
 TORCH_DTYPE = {ComputeDtype.fp32: torch.float32, ComputeDtype.bf16: torch.bfloat16}
 
@@ -29,6 +30,19 @@ class Linear(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, out]."""
         return F.linear(x_TD, self.weight.to(x_TD.dtype))
+
+
+class HeadLinear(Linear):
+    """A query or key projection: its parameter is in the checkpoint's order, its output has rotary pairs adjacent."""
+
+    def __init__(self, in_features: int, num_heads: int, head_dim: int) -> None:
+        super().__init__(in_features, num_heads * head_dim)
+        self.head_dim = head_dim
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, in] to [T, H, d]."""
+        weight = adjacent_pairs(self.weight.to(x_TD.dtype), self.head_dim)
+        return F.linear(x_TD, weight).view(len(x_TD), -1, self.head_dim)
 
 
 class Embedding(nn.Module):

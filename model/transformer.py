@@ -23,7 +23,7 @@ from model.config import ConfigError, ModelConfig
 from model.kernels.dispatch import ExpertsForward, resolve_grouped_experts
 from model.layers import Embedding, Linear, RMSNorm, project_logits
 from model.moe import MoE, Routing
-from model.rope import Rotation, rotation
+from model.rope import rotation
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -49,10 +49,10 @@ class Block(nn.Module):
         self.mlp = MoE(config, experts_forward)
 
     def forward(
-        self, x_TD: torch.Tensor, rotation: Rotation, attend: Attend, replay_TK: torch.Tensor | None
+        self, x_TD: torch.Tensor, by_T1h: torch.Tensor, attend: Attend, replay_TK: torch.Tensor | None
     ) -> tuple[torch.Tensor, Routing]:
         """The fp32 residual stream after this block, and its routing."""
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotation, attend)
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), by_T1h, attend)
         y_TD, routing = self.mlp(self.post_attention_layernorm(x_TD), replay_TK)
         return x_TD + y_TD, routing
 
@@ -108,11 +108,11 @@ class Transformer(nn.Module):
             replay_TLK: Recorded routes to use instead of the router's own choice; the router still weighs them and
                 gets gradient. `None`: the router chooses.
         """
-        by = rotation(positions_T, self.config.head_dim, self.config.rope_theta)
+        by_T1h = rotation(positions_T, self.config.head_dim, self.config.rope_theta)
         x_TD = self.model.embed_tokens(ids_T)
         routings: list[Routing] = []
         for index, layer in enumerate(self.model.layers):
-            x_TD, routing = layer(x_TD, by, attend, None if replay_TLK is None else replay_TLK[:, index])
+            x_TD, routing = layer(x_TD, by_T1h, attend, None if replay_TLK is None else replay_TLK[:, index])
             routings.append(routing)
         return TransformerOutput(
             hidden_TD=self.model.norm(x_TD),

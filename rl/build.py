@@ -239,7 +239,7 @@ def _learner_spec(config: RunConfig, plan: StartPlan, workers: WorkerPlan) -> Le
 
 def _reward(config: RunConfig) -> Reward:
     target = config.reward.target
-    custom = None if target is None else load_target(target, config.reward.params, "reward")
+    custom = None if target is None else load_target(target, config.reward.params, "reward", given=3)
     return build_reward(config.reward, custom)
 
 

@@ -67,7 +67,7 @@ class Recorder:
         self._write(number, values)
         held_out = next((e.after_repair.rate for e in evaluations if e.after_repair.rate is not None), None)
         self.progress.advance(
-            reward=values["reward/total"],
+            reward=values.get("reward/total"),
             pass_rate=values["pass_rate/train"],
             tokens_per_s=values["tokens_per_s"],
             parity=values["parity/mean_abs_nats"],
@@ -138,7 +138,7 @@ def _reward_terms(groups: Sequence[ScoredGroup]) -> dict[str, float]:
             for node in each.reward.walk():
                 if node.score is not None:
                     scores[node.name].append(node.score)
-    return {"reward/total": 0.0} | {f"reward/{name}": float(np.mean(values)) for name, values in scores.items()}
+    return {f"reward/{name}": float(np.mean(values)) for name, values in scores.items()}
 
 
 def _staleness(trajectories: Sequence[Trajectory], learner_version: int) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -104,8 +105,9 @@ def write_atomically(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+@functools.cache
 def commit() -> tuple[str, bool]:
-    """The commit of this checkout, and whether files differ from it; ("unknown", False) outside of git."""
+    """The commit of this checkout when first asked, and whether files differ; ("unknown", False) outside of git."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]

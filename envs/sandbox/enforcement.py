@@ -20,8 +20,9 @@ ALL: Final = frozenset(
 """Walls by name.
 
 `net`: no host, loopback service or abstract socket outside can be reached. `fs`: no host file but the system's can be
-read, none can be written. `processes`: no process outside can be signalled or read. `syscalls`: no namespaces, tracing
-or io_uring. `pids`, `memory`, `disk`, `inodes`: bounded as the spec says. `daemons`: a reset leaves no process.
+read, none can be written. `processes`: no process outside can be signalled or read, and the box's agent not ended.
+`syscalls`: no namespaces, tracing or io_uring. `pids`, `memory`, `disk`, `inodes`: bounded as the spec says.
+`daemons`: a reset leaves no process.
 """
 
 _PROBE: Final = """
@@ -112,7 +113,17 @@ def measure(box: Sandbox, spec: SandboxSpec) -> frozenset[str]:
     found = cast(dict[str, bool], json.loads(result.stdout))
     box.reset()
     found["daemons"] = box.num_processes() <= 1
+    found["processes"] = found["processes"] and _agent_survives(box)
     return frozenset(name for name, holds in found.items() if holds)
+
+
+def _agent_survives(box: Sandbox) -> bool:
+    """Code that could end its agent would turn its failures into failures of the machine."""
+    try:
+        box.run_code("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)", timeout_s=5.0)
+        return box.run_code("1", timeout_s=5.0).status is ExecStatus.OK
+    except SandboxLost:
+        return False
 
 
 def _listen_tcp() -> socket.socket:

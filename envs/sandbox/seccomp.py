@@ -39,6 +39,7 @@ _DENIED: Final[dict[str, tuple[int | None, int | None]]] = {
     "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425),
     "ioperm": (173, None),
+    "ioprio_set": (251, 30),
     "iopl": (172, None),
     "kcmp": (312, 272),
     "kexec_file_load": (320, 294),
@@ -106,6 +107,16 @@ _DENIED_ON_HOST_FILES: Final[dict[str, tuple[int | None, int | None]]] = {
     "utimensat": (280, 88),
     "utimes": (235, None),
 }
+# Limits and scheduling are a process's own affair: from outside they could cripple the box's agent, which shares the
+# user id, and make a failure of the policy look like one of the machine. The first argument must be 0, "myself".
+_OWN_PROCESS_ONLY: Final[dict[str, tuple[int, int]]] = {
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+}
+_SETPRIORITY: Final = (141, 140)
 _ARCHITECTURES: Final = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
 _CLONE: Final = (56, 220)
 _CLONE3: Final = 435
@@ -163,6 +174,11 @@ def build_filter(families: tuple[int, ...], machine: str, *, on_host_files: bool
             program += [(_JUMP_EQUAL, 0, 1, number), _refuse(errno.EPERM)]
     # clone3 hides its flags behind a pointer; without it the C library falls back to clone.
     program += [(_JUMP_EQUAL, 0, 1, _CLONE3), _refuse(errno.ENOSYS)]
+    for numbers in _OWN_PROCESS_ONLY.values():
+        program += _when(numbers[column], [(_LOAD, 0, 0, _OFFSET_FIRST), *_only_zero()])
+    # Which kind of target (0: a process), then which one.
+    first_zero: list[_Instruction] = [(_LOAD, 0, 0, _OFFSET_FIRST), (_JUMP_EQUAL, 1, 0, 0), _refuse(errno.EPERM)]
+    program += _when(_SETPRIORITY[column], [*first_zero, (_LOAD, 0, 0, _OFFSET_SECOND), *_only_zero()])
     program += _when(
         _CLONE[column],
         [(_LOAD, 0, 0, _OFFSET_FIRST), (_JUMP_SET, 0, 1, CLONE_NAMESPACES), _refuse(errno.EPERM), _allow()],
@@ -176,6 +192,10 @@ def build_filter(families: tuple[int, ...], machine: str, *, on_host_files: bool
 def _when(number: int, body: list[_Instruction]) -> list[_Instruction]:
     """`body`, which ends in a return, for one system call; the number is still loaded after it was another."""
     return [(_JUMP_EQUAL, 0, len(body), number), *body]
+
+
+def _only_zero() -> list[_Instruction]:
+    return [(_JUMP_EQUAL, 0, 1, 0), _allow(), _refuse(errno.EPERM)]
 
 
 def _only(families: tuple[int, ...]) -> list[_Instruction]:

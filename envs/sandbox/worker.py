@@ -82,7 +82,7 @@ class _Interpreter:
     def answer(self, kind: Kind, payload: bytes) -> tuple[Reply, bytes]:
         """Do one request. Whatever the policy's code raises, exits included, becomes a reply."""
         if kind is Kind.RUN:
-            return self._run(payload.decode())
+            return self._run(payload.decode("utf-8", "surrogatepass"))
         try:
             if kind is Kind.LOAD:
                 self._load(**json.loads(payload))

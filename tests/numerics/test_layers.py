@@ -5,9 +5,9 @@ import math
 import torch
 import torch.nn.functional as F
 
-from model.layers import Embedding, Linear, RMSNorm, project_logits
+from model.layers import Embedding, HeadLinear, Linear, RMSNorm, project_logits
 from model.rope import rotate, rotation
-from tests.numerics.tolerances import NORM, U16, U32, relative_error, summed
+from tests.numerics.tolerances import NORM, ROTATION, U16, relative_error, summed
 
 
 def test_rms_norm_equals_the_formula():
@@ -45,13 +45,48 @@ def test_rms_norm_of_zeros_is_zero_and_finite():
     torch.testing.assert_close(grad, torch.full((2, 8), 1e3))  # 1 / sqrt(eps)
 
 
+def adjacent(x):
+    """Activations in NeoX order, as a projection with adjacent pairs would make them."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def neox(x, positions, theta):
+    """The formula, on halves and in fp64."""
+    half = x.shape[-1] // 2
+    exponent = torch.arange(half, dtype=torch.float64) / half
+    angle = (positions.double().unsqueeze(-1) * theta**-exponent).unsqueeze(1)
+    first, second = x.double().chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
 def test_rotation_by_hand():
     """Head of 4 at position 3, theta 100: pairs (0, 2) and (1, 3) turn by 3 and by 0.3."""
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    out = rotate(x, rotation(torch.tensor([3]), 4, 100.0))
+    out = rotate(adjacent(x), rotation(torch.tensor([3]), 4, 100.0))
     c, s, c1, s1 = math.cos(3), math.sin(3), math.cos(0.3), math.sin(0.3)
-    expected = [1 * c - 3 * s, 2 * c1 - 4 * s1, 3 * c + 1 * s, 4 * c1 + 2 * s1]
+    expected = [1 * c - 3 * s, 3 * c + 1 * s, 2 * c1 - 4 * s1, 4 * c1 + 2 * s1]
     torch.testing.assert_close(out.flatten(), torch.tensor(expected))
+
+
+def test_rotation_equals_the_neox_formula_in_adjacent_order():
+    torch.manual_seed(0)
+    x, positions = torch.randn(9, 3, 32), torch.tensor([0, 1, 2, 3, 50, 0, 7, 300, 511])
+    out = rotate(adjacent(x), rotation(positions, 32, 10000.0))
+    assert relative_error(out, adjacent(neox(x, positions, 10000.0))) < ROTATION
+
+
+def test_a_head_projection_makes_adjacent_pairs_and_trains_the_checkpoints_order():
+    torch.manual_seed(0)
+    projection = HeadLinear(16, num_heads=3, head_dim=8)
+    torch.nn.init.normal_(projection.weight)
+    x, upstream = torch.randn(5, 16), torch.randn(5, 3, 8)
+    plain = F.linear(x, projection.weight).view(5, 3, 8)
+    out = projection(x)
+    assert torch.equal(out, adjacent(plain))
+    (grad,) = torch.autograd.grad(out, projection.weight, upstream)
+    (expected,) = torch.autograd.grad(adjacent(plain), projection.weight, upstream)
+    assert relative_error(grad, expected) < summed(5)
 
 
 def test_position_zero_is_the_identity_and_scores_depend_on_distance_only():
@@ -61,20 +96,21 @@ def test_position_zero_is_the_identity_and_scores_depend_on_distance_only():
     assert torch.equal(rotate(q, by[0]), q)
     near = (rotate(q, by[1]) * rotate(k, by[0])).sum(-1)
     far = (rotate(q, by[3]) * rotate(k, by[2])).sum(-1)
-    assert relative_error(far, near) < summed(32) + 105 * U32 * 8  # the angle 105 has an absolute error of 105 u
+    assert relative_error(far, near) < ROTATION
 
 
 def test_gradient_of_a_rotation_is_the_opposite_rotation():
     torch.manual_seed(0)
-    x = torch.randn(6, 3, 8, dtype=torch.float32, requires_grad=True)
-    upstream, by = torch.randn(6, 3, 8), rotation(torch.arange(6), 8, 10000.0)
-    (grad,) = torch.autograd.grad(rotate(x, by), x, upstream)
-    cos, sin = by
-    x1, x2 = x[..., :4], x[..., 4:]
-    plain = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-    assert torch.equal(rotate(x, by), plain) or relative_error(rotate(x, by), plain) < 8 * U32
-    (expected,) = torch.autograd.grad(plain, x, upstream)
-    assert relative_error(grad, expected) < 8 * U32
+    x = torch.randn(6, 3, 8, requires_grad=True)
+    upstream, positions = torch.randn(6, 3, 8), torch.arange(6)
+    (grad,) = torch.autograd.grad(rotate(x, rotation(positions, 8, 10000.0)), x, upstream)
+    assert relative_error(grad, rotate(upstream, rotation(-positions, 8, 10000.0))) < ROTATION
+
+
+def test_rotation_of_bf16_is_rounded_once():
+    torch.manual_seed(0)
+    x, by = torch.randn(6, 3, 8).bfloat16(), rotation(torch.arange(6), 8, 10000.0)
+    assert torch.equal(rotate(x, by), rotate(x.float(), by).bfloat16())
 
 
 def test_linear_and_embedding_read_a_bf16_view_like_the_same_values_in_fp32():

@@ -34,6 +34,9 @@ ATTENTION_BACKWARD = 2 * ATTENTION
 
 NORM = summed(128)
 
+ROTATION = 512 * U32 + summed(2)
+"""The fp32 angle at positions below 512 is off by up to 512 u radians, and a pair is a sum of two products."""
+
 TRANSFORMER_PACKING = 4 * 3 * summed(128)
 """Packing changes row counts of products, and so the order of their sums: 3 chained products in each of 4 layers."""
 

@@ -53,13 +53,14 @@ class _SortedExperts(torch.autograd.Function):
         h_N2F = x_ND.new_empty(len(order_N), 2 * hidden)
         for rows, x, gate_up in zip(h_N2F.split(counts), x_ND.split(counts), gate_up_E2FD.unbind(0), strict=True):
             torch.mm(x, gate_up.t(), out=rows)
-        act_NF = F.silu(h_N2F[:, :hidden]).mul_(h_N2F[:, hidden:])
+        silu_NF = F.silu(h_N2F[:, :hidden])
+        act_NF = silu_NF * h_N2F[:, hidden:]
         out_ND = x_ND.new_empty(len(order_N), dim)
         for rows, act, down in zip(out_ND.split(counts), act_NF.split(counts), down_EDF.unbind(0), strict=True):
             torch.mm(act, down.t(), out=rows)
 
         ctx.save_for_backward(
-            x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N
+            x_ND, h_N2F, silu_NF, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N
         )
         ctx.counts = counts
         return _combine(out_ND, row_of_choice_N.view(num_tokens, num_ranks), weights_TK)
@@ -67,7 +68,7 @@ class _SortedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_TD,) = grads
-        x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N = (
+        x_ND, h_N2F, silu_NF, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N = (
             ctx.saved_tensors
         )
         counts, hidden = ctx.counts, act_NF.shape[1]
@@ -93,7 +94,7 @@ class _SortedExperts(torch.autograd.Function):
 
         grad_h_N2F = torch.empty_like(h_N2F)
         gate, up = h_N2F[:, :hidden], h_N2F[:, hidden:]
-        torch.mul(grad_act_NF, F.silu(gate), out=grad_h_N2F[:, hidden:])
+        torch.mul(grad_act_NF, silu_NF, out=grad_h_N2F[:, hidden:])
         torch.ops.aten.silu_backward.grad_input(grad_act_NF.mul_(up), gate, grad_input=grad_h_N2F[:, :hidden])
 
         grad_x_ND = torch.empty_like(x_ND)
