@@ -34,6 +34,16 @@ def test_every_group_is_a_section() -> None:
     assert {group for group in OPTIONS if group != "experiment"} <= set(overrides.sections())
 
 
+def test_the_options_are_what_the_registries_build() -> None:
+    from envs.registry import ENVIRONMENTS
+    from rewards.registry import REWARDS
+    from rl.algorithms.registry import BUILDERS
+
+    assert set(OPTIONS["env"]) == {*ENVIRONMENTS, config_check.CUSTOM}
+    assert set(OPTIONS["reward"]) == {*REWARDS, config_check.CUSTOM}
+    assert set(OPTIONS["algorithm"]) == {*BUILDERS, config_check.CUSTOM}
+
+
 def values(file: Path) -> dict[str, Any]:
     """Full key and value of everything a shipped file sets."""
 
