@@ -204,7 +204,7 @@ def _bad_targets(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> Ite
             yield f"{name}.target: needed with {name}=custom, got null; set {name}.target=my_package.my_module:MyClass"
         elif section.name != CUSTOM and section.target:
             yield f"{name}.target: only read with {name}=custom, got {section.target}; add {name}=custom"
-        elif section.name != CUSTOM and section.params and name != "env":  # environments have params of their own
+        elif section.name != CUSTOM and section.params:
             given = ", ".join(section.params)
             yield f"{name}.params: only read with {name}=custom, got {given}; add {name}=custom and {name}.target="
 

@@ -184,6 +184,7 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
         ),
         ("env=custom", "env.target: needed with env=custom, got null; set env.target=my_package.my_module:MyClass"),
         ("env.target=a:b", "env.target: only read with env=custom, got a:b; add env=custom"),
+        ("env.params.x=3", "env.params: only read with env=custom, got x; add env=custom and env.target="),
         ("algorithm.name=ppo2", "algorithm.name: no such part, got ppo2; choose one of: custom, grpo"),
         ("model.hidden_size=100", "model.hidden_size: must be a multiple of 32 (the MXFP4 block), got 100; use 128"),
         (
