@@ -1,11 +1,10 @@
 """Rotary position embedding (Su et al. 2021, RoFormer, eq. 34).
 
-A checkpoint of the Hugging Face families pairs element i of a head of size d with element i + d/2 (the NeoX layout) and
-turns the pair by position * theta^(-2 i / d). Here the rows of the query and key projections are gathered first so that
-the two elements of a pair are adjacent (`adjacent_pairs`): a pair is then one complex number and the rotation one complex
-product, a sixth of the time of four products on halves. Queries and keys are permuted alike, so every score is the same;
-whoever caches keys caches them in this order. The gather is a view and a copy of a small matrix, and parameters keep the
-checkpoint's order.
+A checkpoint of the Hugging Face families pairs element i of a head of size d with element i + d/2 (the NeoX layout),
+and turns the pair by position * theta^(-2 i / d). Here the rows of the query and key projections are reordered first,
+so that the two elements of a pair are adjacent (`adjacent_pairs`): a pair is then one complex number and the rotation
+one complex product, a third of the time of products on halves. Queries and keys are permuted alike, so every score is
+the same; whoever caches keys caches them in this order. Parameters keep the checkpoint's order.
 
 Angles and products are fp32.
 

@@ -31,6 +31,52 @@ def batch(lengths=LENGTHS, seed=0):
     return ids, positions, [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
+def formula(weights, ids, config):
+    """The network for one sequence, written as the papers do: fp64, one token and one expert at a time, NeoX rotary."""
+    w = {name: weight.double() for name, weight in weights.items()}
+    half, repeat = config.head_dim // 2, config.num_heads // config.num_kv_heads
+    angle = torch.arange(len(ids)).double()[:, None] * config.rope_theta ** (-torch.arange(half).double() / half)
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * w[f"{name}.weight"]
+
+    def turn(x):
+        first, second = x[..., :half], x[..., half:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    x = w["model.embed_tokens.weight"][ids]
+    for layer in range(config.num_layers):
+        at = f"model.layers.{layer}"
+        n = norm(x, f"{at}.input_layernorm")
+        q, k, v = ((n @ w[f"{at}.self_attn.{p}_proj.weight"].T).unflatten(-1, (-1, config.head_dim)) for p in "qkv")
+        q, k, v = turn(q), turn(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / config.head_dim**0.5
+        scores += torch.full(scores.shape[1:], -torch.inf).triu(1)
+        heads = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        x = x + heads @ w[f"{at}.self_attn.o_proj.weight"].T
+        n = norm(x, f"{at}.post_attention_layernorm")
+        out = torch.zeros_like(x)
+        for t, token in enumerate(n):
+            logits = w[f"{at}.mlp.router.weight"] @ token
+            best = logits.sort(descending=True).indices[: config.num_experts_per_tok]
+            for weight, expert in zip(logits[best].softmax(-1), best, strict=True):
+                gate, up = (w[f"{at}.mlp.experts.gate_up_proj"][expert] @ token).chunk(2)
+                out[t] += weight * (w[f"{at}.mlp.experts.down_proj"][expert] @ (gate / (1 + (-gate).exp()) * up))
+        x = x + out
+    x = norm(x, "model.norm")
+    return x, x @ w["model.embed_tokens.weight"].T
+
+
+def test_the_network_is_its_formula():
+    model = build()
+    ids = batch()[0][:12]
+    hidden, logits = formula(model.state_dict(), ids, CONFIG)
+    out = model(ids, torch.arange(12), PackedAttention([0, 12]))
+    assert relative_error(out.hidden_TD, hidden) < TRANSFORMER_PACKING
+    assert relative_error(model.logits(out.hidden_TD), logits) < TRANSFORMER_PACKING
+
+
 def test_packed_sequences_equal_each_alone():
     model = build()
     ids, positions, bounds = batch()
