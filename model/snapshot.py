@@ -128,7 +128,7 @@ def view(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
     """The values of published bytes, as a new tensor in fp32 or bf16 (either holds them exactly)."""
     if packed.format is Format.MXFP4:
         return dequantize(_tensor(packed.payload), _tensor(packed.scales), dtype).view(packed.shape)
-    return _tensor(packed.payload).view(torch.bfloat16).view(packed.shape).to(dtype)
+    return _tensor(packed.payload).view(torch.bfloat16).view(packed.shape).to(dtype, copy=True)
 
 
 def _tensor(array: npt.NDArray[np.uint8]) -> torch.Tensor:

@@ -51,13 +51,11 @@ class _SortedExperts(torch.autograd.Function):
 
         x_ND = x_TD.index_select(0, token_N)
         h_N2F = x_ND.new_empty(len(order_N), 2 * hidden)
-        for rows, x, gate_up in zip(h_N2F.split(counts), x_ND.split(counts), gate_up_E2FD.unbind(0), strict=True):
-            torch.mm(x, gate_up.t(), out=rows)
+        _multiply(x_ND, gate_up_E2FD, counts, out=h_N2F)
         silu_NF = F.silu(h_N2F[:, :hidden])
         act_NF = silu_NF * h_N2F[:, hidden:]
         out_ND = x_ND.new_empty(len(order_N), dim)
-        for rows, act, down in zip(out_ND.split(counts), act_NF.split(counts), down_EDF.unbind(0), strict=True):
-            torch.mm(act, down.t(), out=rows)
+        _multiply(act_NF, down_EDF, counts, out=out_ND)
 
         ctx.save_for_backward(
             x_ND, h_N2F, silu_NF, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N
@@ -112,6 +110,14 @@ class _SortedExperts(torch.autograd.Function):
 
         grad_x_TD = _combine(grad_x_ND, rows_TK, None).to(x_ND.dtype)
         return grad_x_TD, grad_gate_up_E2FD, grad_down_EDF, None, grad_weights_TK
+
+
+def _multiply(x_NI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int], *, out: torch.Tensor) -> None:
+    """Each expert's rows times its transposed matrix; an expert without rows costs no call (decoding touches few)."""
+    transposed = weight_EOI.transpose(1, 2).unbind(0)
+    for count, x, weight, rows in zip(counts, x_NI.split(counts), transposed, out.split(counts), strict=True):
+        if count:
+            torch.mm(x, weight, out=rows)
 
 
 def _combine(rows_ND: torch.Tensor, rows_TK: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:

@@ -136,10 +136,11 @@ def test_a_fresh_snapshot_verifies_also_after_pickling_and_read_only(snapshot):
         assert torch.equal(view(packed), view(snapshot.tensors[name]))
 
 
-def test_views_of_read_only_bytes_do_not_share_them(snapshot):
+@pytest.mark.parametrize("writeable", [False, True])
+def test_writing_to_a_view_does_not_touch_the_published_bytes(snapshot, writeable):
     packed = snapshot.tensors[NORM]
     before = packed.payload.copy()
-    packed.payload.setflags(write=False)
+    packed.payload.setflags(write=writeable)
     view(packed, torch.bfloat16).fill_(7.0)
     assert np.array_equal(packed.payload, before)
 
