@@ -109,6 +109,7 @@ class Agent:
 
     def serve(self) -> None:
         """Answer frames one at a time; return when the host is gone, with nothing else left in the box."""
+        _open_streams()
         self._start_worker()
         reader = FrameReader()
         while True:
@@ -367,14 +368,25 @@ def _become_worker(channel: socket.socket, output: int, config: AgentConfig) -> 
     os.closerange(4, 1 << 16)
     # The agent is not dumpable, so that nobody in the box can trace it; the worker's own /proc files need the reverse.
     set_dumpable(True)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+    offer_to_oom_killer()
     resource.setrlimit(resource.RLIMIT_AS, (config.memory_bytes, config.memory_bytes))
     config.confine_worker()
+    serve_worker(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=3))
+
+
+def _open_streams() -> None:
+    """Make the workers' standard streams: they name descriptors, so one making serves every fork."""
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open for the life of the process)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
-    serve_worker(socket.socket(fileno=3))
+
+
+def offer_to_oom_killer() -> None:
+    """When the machine runs out of memory, this process and what it starts go first."""
+    with suppress(OSError):
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        os.write(descriptor, b"1000")
+        os.close(descriptor)
 
 
 def set_dumpable(dumpable: bool) -> None:

@@ -24,7 +24,11 @@ class BoxFileError(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """Limits of one box. `memory_mb` bounds each process's address space and the sum over the box's memory in use."""
+    """Limits of one box.
+
+    `memory_mb` bounds each process's address space and the sum of the memory that all hold. `tmpfs_mb` and
+    `num_inodes` bound each of the three folders that code may write to; what lies there is memory as well.
+    """
 
     memory_mb: int = 512
     num_processes: int = 32

@@ -9,19 +9,19 @@ it when the box ends.
 from __future__ import annotations
 
 import os
-import subprocess
-import tempfile
 from contextlib import suppress
 
 from envs.sandbox import boxfiles, landlock, namespaces
-from envs.sandbox.agent import AgentConfig
+from envs.sandbox.agent import AgentConfig, offer_to_oom_killer
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def make_folder() -> str:
     """A working folder on the host for one box."""
-    return tempfile.mkdtemp(prefix="sandbox-")
+    folder = f"/tmp/sandbox-{os.urandom(16).hex()}"
+    os.mkdir(folder, 0o700)
+    return folder
 
 
 def remove_folder(folder: str) -> None:
@@ -31,16 +31,16 @@ def remove_folder(folder: str) -> None:
         os.rmdir(folder)
         return
     # Trees deeper than a path can name.
-    subprocess.run(["rm", "-rf", "--", folder], check=False, stdin=subprocess.DEVNULL)
+    with suppress(OSError):
+        os.waitpid(os.posix_spawnp("rm", ["rm", "-rf", "--", folder], os.environ), 0)
 
 
 def wall_off(folder: str, *, memory_bytes: int) -> AgentConfig:
     """Confine this process, the agent of a box, and say how it confines each worker further."""
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-    own_uid = os.geteuid() == 0
-    if own_uid:
-        uid = namespaces.unused_uid()
+    # The worker's domain has no /proc, so the agent does it for both.
+    offer_to_oom_killer()
+    uid = namespaces.unused_uid() if os.geteuid() == 0 else None
+    if uid is not None:
         os.chown(folder, uid, uid)
         namespaces.drop_bounding_set()
         namespaces.become(uid)
@@ -52,7 +52,7 @@ def wall_off(folder: str, *, memory_bytes: int) -> AgentConfig:
     return AgentConfig(
         folders=(folder,),
         memory_bytes=memory_bytes,
-        owns_all=own_uid,
+        owns_all=uid is not None,
         # /proc shows other processes: the agent needs it to find what to kill, the policy's code does not get it.
         confine_worker=lambda: landlock.restrict(read_only=system, writable=writable),
     )

@@ -112,7 +112,10 @@ def measure(box: Sandbox, spec: SandboxSpec) -> frozenset[str]:
         )
     found = cast(dict[str, bool], json.loads(result.stdout))
     box.reset()
-    found["daemons"] = box.num_processes() <= 1
+    # None at all would mean that the agent cannot see processes: then it cannot add up their memory either.
+    sees_processes = box.num_processes() == 1
+    found["daemons"] = sees_processes
+    found["memory"] = found["memory"] and sees_processes
     found["processes"] = found["processes"] and _agent_survives(box)
     return frozenset(name for name, holds in found.items() if holds)
 

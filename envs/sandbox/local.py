@@ -23,7 +23,15 @@ from typing import Any, Final
 
 from envs.base import SandboxLost
 from envs.config import SandboxKind
-from envs.sandbox.base import BoxFileError, CallOutcome, CallStatus, CodeResult, ExecStatus, SandboxSpec
+from envs.sandbox.base import (
+    BoxFileError,
+    CallOutcome,
+    CallStatus,
+    CodeResult,
+    ExecStatus,
+    SandboxSpec,
+    SandboxUnavailable,
+)
 from envs.sandbox.client import AgentClient, DeadlineError
 from envs.sandbox.enforcement import measure
 from envs.sandbox.wire import BadValueError, decode_value, encode_value
@@ -33,11 +41,30 @@ _BOOT: Final = "import sys; sys.path.insert(0, sys.argv.pop()); from envs.sandbo
 # Hashes must not differ from run to run, or the order of a set makes rewards differ. The arenas of threads would count
 # against the limit on address space.
 _ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
+_OTHER_PYTHONS: Final = ("/usr/local/bin/python3", "/usr/bin/python3")
+_NOBODY: Final = 65534
 _SPAWN_S: Final = 20.0
 _MANAGE_S: Final = 20.0
 _INTERRUPT_GRACE_S: Final = 1.0
 # The agent keeps the deadline of a request itself; past this margin the whole box is ended from outside.
 _MARGIN_S: Final = 10.0
+
+
+def python_for_anybody() -> str:
+    """An interpreter that a user without rights can start: this one, unless it lies in a folder private to root."""
+    tried = (sys.executable, *_OTHER_PYTHONS)
+    for python in tried:
+        command = [python, "-I", "-c", "import subprocess, sys; sys.exit(sys.version_info < (3, 11))"]
+        with suppress(OSError):
+            done = subprocess.run(
+                command, user=_NOBODY, group=_NOBODY, extra_groups=[], capture_output=True, check=False, cwd="/"
+            )
+            if done.returncode == 0:
+                return python
+    raise SandboxUnavailable(
+        f"env.sandbox: degraded boxes run as a user of no rights, got no Python 3.11 that such a user can start "
+        f"({', '.join(tried)}); install one outside private folders, or use env.sandbox=local"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +74,20 @@ class _Box:
 
 
 class Zygote:
-    """A running fork server. It and all its boxes end with the process that made it."""
+    """A running fork server. It and all its boxes end with the process that made it.
+
+    `python` is the interpreter of the boxes: by default this process's, except for degraded boxes made by root, which
+    must be able to read it without rights (`python_for_anybody`). `user` is the user id to run the fork server as.
+    """
 
     def __init__(
-        self, kind: SandboxKind = SandboxKind.local, *, python: str = sys.executable, user: int | None = None
+        self, kind: SandboxKind = SandboxKind.local, *, python: str | None = None, user: int | None = None
     ) -> None:
         self.kind = kind
-        self._python = python
+        if python is None:
+            degraded_by_root = kind is SandboxKind.degraded and os.geteuid() == 0
+            python = python_for_anybody() if degraded_by_root else sys.executable
+        self.python = python
         self._user = user
         self._lock = threading.Lock()
         self._closed = False
@@ -70,7 +104,7 @@ class Zygote:
         with theirs:
             process = subprocess.Popen(
                 # As -I, but with the environment read: it is ours, and it fixes the hash seed.
-                [self._python, "-P", "-s", "-S", "-c", _BOOT, str(os.getpid()), _CHECKOUT],
+                [self.python, "-P", "-s", "-S", "-c", _BOOT, str(os.getpid()), _CHECKOUT],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=_ENVIRONMENT,

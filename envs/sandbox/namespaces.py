@@ -113,14 +113,16 @@ def raise_loopback() -> None:
         fcntl.ioctl(probe, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
 
 
-def unused_uid() -> int:
+def unused_uid() -> int | None:
     """A user id that no account and, by chance of one in many millions, no other box has.
 
     The limit on processes is counted for each user id over the whole machine, so boxes must not share one. Where only
-    few ids are mapped (a container), the choice is among those.
+    few ids are mapped (a container), the choice is among those; `None` when this process's own is the only one.
     """
     with open("/proc/self/uid_map") as file:
         last = max(int(inside) + int(count) for inside, _, count in (line.split() for line in file)) - 1
+    if last < 1000:
+        return None
     low = min(300_000, last // 2)
     return low + int.from_bytes(os.urandom(8), "big") % (min(last, 2**31 - 2) - low)
 

@@ -33,9 +33,10 @@ _USERNS_SETTINGS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """The walls that hold, and those that this kind cannot give here."""
+    """The walls that hold, and those that this kind cannot give here; and the interpreter that runs in the boxes."""
 
     kind: SandboxKind
+    python: str
     enforced: frozenset[str]
 
     @property
@@ -45,7 +46,7 @@ class ProbeReport:
 
     def __str__(self) -> str:
         without = f", without {', '.join(sorted(self.missing))}" if self.missing else ""
-        return f"sandbox {self.kind.value}: enforces {', '.join(sorted(self.enforced))}{without}"
+        return f"sandbox {self.kind.value}: enforces {', '.join(sorted(self.enforced))}{without}; runs {self.python}"
 
 
 def probe(kind: SandboxKind, spec: SandboxSpec | None = None) -> ProbeReport:
@@ -79,7 +80,7 @@ def check(zygote: Zygote, spec: SandboxSpec) -> ProbeReport:
             f"env.sandbox: {kind.value} boxes do not hold here, got no wall for {', '.join(sorted(weak))}; "
             f"{_other(kind)}"
         )
-    return ProbeReport(kind=kind, enforced=enforced)
+    return ProbeReport(kind=kind, python=zygote.python, enforced=enforced)
 
 
 def _explain(kind: SandboxKind, problem: str) -> str:

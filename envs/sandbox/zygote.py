@@ -26,19 +26,18 @@ from typing import Any, Final, NoReturn
 from envs.sandbox import agent, degraded, namespaces, seccomp
 from envs.sandbox.wire import pack_frame
 
-# What answers commonly import: loaded once here instead of in every worker.
+# What answers commonly import: loaded once here instead of in every worker. Every module makes every fork dearer, so
+# not those that bring much along (random and tempfile load OpenSSL).
 _PREIMPORT: Final = (
     "bisect",
     "collections",
     "copy",
     "dataclasses",
-    "fractions",
     "functools",
     "heapq",
     "itertools",
     "math",
     "operator",
-    "random",
     "re",
     "string",
     "typing",
@@ -158,9 +157,10 @@ def _in_child(request: dict[str, Any], connection: int, folder: str | None, repo
 
 def _give_up_root_without_rights() -> None:
     """Root that may not make namespaces (a container) takes the way of other users, from a user id of no rights."""
-    if os.geteuid() == 0 and not namespaces.may_administer():
+    uid = namespaces.unused_uid()
+    if os.geteuid() == 0 and not namespaces.may_administer() and uid is not None:
         with suppress(OSError):
-            namespaces.become(namespaces.unused_uid())
+            namespaces.become(uid)
             # The change of user took away this process's own /proc files, which the id maps are written to.
             agent.set_dumpable(True)
 
@@ -201,8 +201,9 @@ def _wall_off(request: dict[str, Any]) -> agent.AgentConfig:
     namespaces.raise_loopback()
     folders = namespaces.build_root(tmpfs_bytes=request["tmpfs_mb"] << 20, num_inodes=request["num_inodes"])
     namespaces.drop_bounding_set()
-    if os.geteuid() == 0:
-        namespaces.become(namespaces.unused_uid())
+    uid = namespaces.unused_uid()
+    if os.geteuid() == 0 and uid is not None:
+        namespaces.become(uid)
     namespaces.drop_capabilities()
     return agent.AgentConfig(folders=folders, memory_bytes=request["memory_mb"] << 20, owns_all=True)
 

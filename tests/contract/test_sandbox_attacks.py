@@ -7,8 +7,6 @@ that the kind does not claim (`enforced`) is skipped by that wall's name.
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from envs.config import SandboxKind
 from envs.sandbox.base import BoxFileError, CallStatus, ExecStatus, SandboxSpec, SandboxUnavailable
 from envs.sandbox.grader import call_function, checks
-from envs.sandbox.local import Zygote
+from envs.sandbox.local import Zygote, python_for_anybody
 from envs.sandbox.pool import SandboxPool
 
 SPEC = SandboxSpec(memory_mb=256, num_processes=16, tmpfs_mb=16, num_inodes=1000, file_mb=8)
@@ -31,28 +29,13 @@ EXPECTED = [10**12 + 7 * number for number in range(4)]
 CORRECT = "def f(x):\n    return 10**12 + 7 * x"
 
 
-def _python_for_nobody():
-    """An interpreter that a user without rights can start."""
-    for python in (sys.executable, "/usr/bin/python3"):
-        test = [python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
-        try:
-            if subprocess.run(test, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True).returncode == 0:
-                return python
-        except OSError:
-            continue
-    return None
-
-
 def _make_zygote(backend):
     kind, _, unprivileged = backend.partition("-")
     if not unprivileged:
         return Zygote(SandboxKind(kind))
     if os.geteuid() != 0:
         pytest.skip(f"{backend}: not root, so the plain kind is the unprivileged one already")
-    python = _python_for_nobody()
-    if python is None:
-        pytest.skip(f"{backend}: no Python 3.11 that user {NOBODY} can start")
-    return Zygote(SandboxKind(kind), python=python, user=NOBODY)
+    return Zygote(SandboxKind(kind), python=python_for_anybody(), user=NOBODY)
 
 
 @pytest.fixture(scope="module", params=["local", "local-unprivileged", "degraded", "degraded-unprivileged"])

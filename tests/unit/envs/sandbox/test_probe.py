@@ -1,12 +1,13 @@
 import errno
 import os
 import platform
+import sys
 
 import pytest
 
 from envs.base import EnvError, SandboxLost
 from envs.config import SandboxKind
-from envs.sandbox import enforcement, landlock, probe
+from envs.sandbox import enforcement, landlock, local, probe
 from envs.sandbox.base import SandboxSpec, SandboxUnavailable
 
 SPEC = SandboxSpec()
@@ -16,7 +17,7 @@ class _Zygote:
     """A fork server on a machine of a test's choice."""
 
     def __init__(self, kind, enforced=enforcement.ALL, error=None):
-        self.kind = kind
+        self.kind, self.python = kind, "python3"
         self._enforced, self._error = frozenset(enforced), error
 
     def enforced(self, spec):
@@ -36,8 +37,9 @@ def test_a_report_says_what_holds_and_what_does_not():
     report = probe.check(_Zygote(SandboxKind.local), SPEC)
     assert report.missing == frozenset()
     assert str(report).startswith("sandbox local: enforces daemons, disk")
+    assert str(report).endswith("syscalls; runs python3")
     weak = probe.check(_Zygote(SandboxKind.degraded, enforcement.ALL - {"disk", "inodes"}), SPEC)
-    assert str(weak).endswith("without disk, inodes")
+    assert str(weak).endswith("without disk, inodes; runs python3")
 
 
 def test_without_namespaces_one_line_says_why_and_what_to_do():
@@ -71,3 +73,11 @@ def test_an_unknown_architecture_and_a_kernel_without_landlock_are_named(monkeyp
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(SandboxUnavailable, match="got riscv64"):
         probe.check(_Zygote(SandboxKind.local), SPEC)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes boxes of other users")
+def test_degraded_boxes_of_root_get_an_interpreter_that_they_can_read(monkeypatch):
+    monkeypatch.setattr(local, "_OTHER_PYTHONS", ())
+    monkeypatch.setattr(sys, "executable", "/root/private/python3")
+    with pytest.raises(SandboxUnavailable, match=r"that such a user can start \(/root/private/python3\)"):
+        local.Zygote(SandboxKind.degraded)
