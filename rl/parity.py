@@ -43,7 +43,8 @@ class SampleParity:
                 f"tokens in sample {sample.key}; the sampler must record them"
             )
         differs_TL = (np.sort(recorded, axis=-1) != np.sort(routes_TLK[: len(recorded)], axis=-1)).any(axis=-1)
-        difference_R = np.abs(logprobs_R.astype(np.float64) - sample.behavior_logprobs_R)
+        with np.errstate(invalid="ignore"):  # two infinities: their difference is NaN, which closes the gate
+            difference_R = np.abs(logprobs_R.astype(np.float64) - sample.behavior_logprobs_R)
         return cls(
             num_tokens=len(difference_R),
             num_routed=len(recorded),
@@ -70,12 +71,15 @@ class ParityReport:
     def of(cls, samples: Sequence[SampleParity], *, entropy_sum: float) -> ParityReport:
         """Sum the samples of a round up."""
         num_tokens = sum(sample.num_tokens for sample in samples)
+        if not num_tokens:
+            raise ParityError("parity: there must be sampled tokens to compare, got none; sample a round first")
+        unflipped = [sample.abs_max for sample in samples if not sample.num_flipped]
         flips_L = np.sum([sample.flips_by_layer_L for sample in samples], axis=0)
         return cls(
             num_tokens=num_tokens,
             num_routed=sum(sample.num_routed for sample in samples),
             mean_abs_nats=sum(sample.abs_sum for sample in samples) / num_tokens,
-            max_abs_nats=max((sample.abs_max for sample in samples if not sample.num_flipped), default=0.0),
+            max_abs_nats=float(np.max(unflipped, initial=0.0)),  # unlike the built-in max, it keeps a NaN
             num_flipped=sum(sample.num_flipped for sample in samples),
             worst_layer=int(np.argmax(flips_L)),
             entropy=entropy_sum / num_tokens,

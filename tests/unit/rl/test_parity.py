@@ -1,0 +1,141 @@
+import math
+
+import numpy as np
+import pytest
+
+from rl.batch import TrainSample
+from rl.config import ParitySection
+from rl.parity import ParityError, ParityReport, SampleParity
+
+BOUNDS = ParitySection(mean_abs_nats=1e-5, max_abs_nats=1e-3, max_flipped_frac=1e-4)
+
+
+def sample(behavior: list[float], *, num_tokens: int = 5, routes: np.ndarray | None = None) -> TrainSample:
+    """The last tokens are trained; every token but the last took experts 0 and 1 in each of 3 layers."""
+    count = len(behavior)
+    return TrainSample(
+        key="k",
+        ids_T=np.arange(num_tokens),
+        targets_R=np.arange(num_tokens - count, num_tokens),
+        behavior_logprobs_R=np.array(behavior, np.float32),
+        advantages_R=np.zeros(count, np.float32),
+        routes_TLK=np.tile(np.array([0, 1], np.uint8), (num_tokens - 1, 3, 1)) if routes is None else routes,
+        weight_version=0,
+        trained=False,
+    )
+
+
+def learner_routes(num_tokens: int = 5) -> np.ndarray:
+    return np.tile(np.array([0, 1], np.uint8), (num_tokens, 3, 1))
+
+
+def report(*parts: SampleParity, entropy_sum: float = 0.0) -> ParityReport:
+    return ParityReport.of(parts, entropy_sum=entropy_sum)
+
+
+def even(differences: list[float]) -> SampleParity:
+    """A sample without flips, that far off; the numbers are exact in fp32."""
+    return SampleParity.of(
+        sample([-1.0] * len(differences)), np.array([-1.0 + d for d in differences]), learner_routes()
+    )
+
+
+def flipped(differences: list[float], *places: tuple[int, int]) -> SampleParity:
+    """Tokens that took experts 2 and 1 instead, at (token, layer)."""
+    routes = learner_routes()
+    for token, layer in places:
+        routes[token, layer] = (2, 1)
+    return SampleParity.of(sample([-1.0] * len(differences)), np.array([-1.0 + d for d in differences]), routes)
+
+
+def test_the_numbers_of_a_report_by_hand():
+    # |differences|: 0.25, 0.5 | 0.125, so mean 0.875 / 3 and largest 0.5; 4 computed tokens each.
+    got = report(even([0.25, -0.5]), even([0.125]), entropy_sum=1.5)
+    assert got == ParityReport(
+        num_tokens=3, num_routed=8, mean_abs_nats=0.875 / 3, max_abs_nats=0.5, num_flipped=0, worst_layer=0, entropy=0.5
+    )
+
+
+def test_a_flipped_token_counts_once_and_its_sequence_leaves_the_maximum_but_not_the_mean():
+    got = report(flipped([0.5, 0.25], (1, 0), (1, 2), (3, 2)), even([0.125, 0.125]))
+    assert got.num_flipped == 2  # token 1 flipped in two layers
+    assert got.worst_layer == 2
+    assert got.max_abs_nats == 0.125
+    assert got.mean_abs_nats == 0.25
+
+
+def test_the_order_of_a_tokens_experts_is_not_a_flip():
+    routes = learner_routes()[..., ::-1].copy()
+    assert SampleParity.of(sample([-1.0]), np.array([-1.0]), routes).num_flipped == 0
+
+
+def test_the_last_token_was_never_computed_by_the_sampler():
+    routes = learner_routes()
+    routes[-1] = 7
+    assert SampleParity.of(sample([-1.0]), np.array([-1.0]), routes).num_flipped == 0
+
+
+@pytest.mark.parametrize("num_rows", [0, 3, 5])
+def test_missing_routes_are_an_error(num_rows: int):
+    routes = np.zeros((num_rows, 3, 2), np.uint8)
+    with pytest.raises(
+        ParityError, match=rf"^parity: every computed token needs its route, got {num_rows} rows for 5 "
+    ):
+        SampleParity.of(sample([-1.0], routes=routes), np.array([-1.0]), learner_routes())
+
+
+def test_no_token_at_all_is_an_error_and_not_an_open_gate():
+    with pytest.raises(ParityError, match=r"^parity: there must be sampled tokens to compare, got none; "):
+        report()
+
+
+def test_the_gate_is_open_up_to_its_bounds_and_closed_beyond():
+    def violation(**changed: float) -> str | None:
+        values = {"mean_abs_nats": 1e-5, "max_abs_nats": 1e-3, "num_flipped": 0} | changed
+        return ParityReport(num_tokens=9, num_routed=20_000, worst_layer=2, entropy=1.0, **values).violation(BOUNDS)
+
+    assert violation() is None
+    assert violation(mean_abs_nats=1.01e-5) == "mean |difference| 1.01e-05 nats > 1e-05"
+    assert violation(max_abs_nats=2e-3) == "max |difference| 2.00e-03 nats > 1e-03"
+    assert violation(num_flipped=2) is None  # 1e-4 of 20,000
+    assert violation(num_flipped=3) == "3 of 20000 tokens took another route (allowed 1e-04), most in layer 2"
+    both = violation(mean_abs_nats=1.0, max_abs_nats=2.0)
+    assert both == "mean |difference| 1.00e+00 nats > 1e-05; max |difference| 2.00e+00 nats > 1e-03"
+
+
+def test_one_token_of_a_short_round_may_flip_but_not_two():
+    assert report(flipped([0.0], (0, 1)), even([0.0])).violation(BOUNDS) is None
+    assert "2 of 8 tokens took another route" in str(
+        report(flipped([0.0], (0, 1), (1, 1)), even([0.0])).violation(BOUNDS)
+    )
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_logprob_that_is_not_a_number_closes_the_gate_wherever_it_stands(broken: float, position: int):
+    parts = [even([0.0]), even([0.0]), even([0.0])]
+    parts[position] = even([broken])
+    got = report(*parts)
+    assert not math.isfinite(got.max_abs_nats)  # NaN is not lost in the maximum
+    text = str(got.violation(BOUNDS))
+    assert "mean |difference|" in text
+    assert "max |difference|" in text
+
+
+def test_a_nan_in_a_sequence_with_a_flip_closes_the_gate_through_the_mean():
+    got = report(flipped([math.nan], (0, 0)), even([0.0]))
+    assert got.max_abs_nats == 0.0
+    assert got.violation(BOUNDS) == "mean |difference| nan nats > 1e-05"
+
+
+def test_equal_infinities_are_no_agreement():
+    """A token that both call impossible was sampled all the same."""
+    impossible = SampleParity.of(sample([-math.inf]), np.array([-math.inf]), learner_routes())
+    assert report(impossible).violation(BOUNDS) is not None
+    assert math.isnan(impossible.abs_max)
+
+
+def test_differences_are_taken_in_fp64():
+    # fp32 cannot hold -1 + 1e-9; the learner's numbers arrive in fp32 as well, so only the subtraction is wider.
+    got = SampleParity.of(sample([-1.0]), np.array([-1.0 + 1e-9]), learner_routes())
+    assert got.abs_sum == pytest.approx(1e-9, rel=1e-6)
