@@ -17,6 +17,10 @@ from rl.batch import TrainSample, sample_from_segment
 from rollout.types import ScoredGroup, ScoredTrajectory
 
 
+_ROUNDING = 1e-9
+"""Of a share times a count: 9 of 10 are enough when the share is 0.9."""
+
+
 class TooFewValidError(RuntimeError):
     """So many episodes were masked that the round cannot be trusted."""
 
@@ -52,7 +56,7 @@ def assign_credit(
         for position, scored in enumerate(valid):
             advantage = 0.0 if advantages_G is None else float(advantages_G[position])
             samples += _samples(f"{index:04d}", scored, advantage, trained=advantages_G is not None)
-    if num_masked > (1 - min_valid_frac) * num_episodes:
+    if num_episodes - num_masked < min_valid_frac * num_episodes - _ROUNDING:
         raise TooFewValidError(
             f"rollout.min_valid_frac: at least {min_valid_frac:.0%} of the episodes must be valid, got "
             f"{num_episodes - num_masked} of {num_episodes} ({_first_mask(groups)}); fix the cause and run again"
@@ -79,4 +83,5 @@ def _samples(prefix: str, scored: ScoredTrajectory, advantage: float, *, trained
 
 def _first_mask(groups: Sequence[ScoredGroup]) -> str:
     reasons = (s.reward.masked for group in groups for s in group.scored if s.reward.masked is not None)
-    return "first reason: " + next(reasons, "none").strip().splitlines()[-1]
+    lines = next(reasons, "").strip().splitlines()
+    return f"first reason: {lines[-1] if lines else 'none given'}"

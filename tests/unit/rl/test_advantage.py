@@ -1,0 +1,112 @@
+import numpy as np
+import pytest
+
+from rl.advantage import Credit, TooFewValidError, assign_credit
+from rl.algorithms.grpo import Grpo
+from rollout.types import ScoredGroup
+
+GRPO = Grpo(clip_low=0.2, clip_high=0.28, normalize=False)
+
+
+def credit_of(*groups: ScoredGroup, min_valid_frac: float = 0.0, permute_key: tuple[int, ...] | None = None) -> Credit:
+    return assign_credit(groups, GRPO, min_valid_frac=min_valid_frac, permute_key=permute_key)
+
+
+def first_said(credit: Credit) -> list[int]:
+    """The first sampled id of each sample: which episode it is."""
+    return [int(sample.ids_T[sample.targets_R[0]]) for sample in credit.samples]
+
+
+def advantage_of(credit: Credit) -> list[float]:
+    for sample in credit.samples:
+        assert len(set(sample.advantages_R.tolist())) == 1
+    return [float(sample.advantages_R[0]) for sample in credit.samples]
+
+
+def test_each_episode_gets_its_own_reward_minus_the_mean_of_its_group(hand):
+    credit = credit_of(hand.group(1.0, 0.0, 0.0, 0.0), hand.group(0.0, 3.0))
+    assert first_said(credit) == [20, 21, 22, 23, 20, 21]
+    assert advantage_of(credit) == [0.75, -0.25, -0.25, -0.25, -1.5, 1.5]
+    assert all(sample.trained for sample in credit.samples)
+    assert (credit.num_masked, credit.no_variance_frac) == (0, 0.0)
+
+
+def test_a_masked_episode_leaves_before_the_baseline_and_is_never_a_reward_of_zero(hand):
+    credit = credit_of(hand.group(1.0, "sandbox: lost", 0.5, "reward: raised"))
+    assert first_said(credit) == [20, 22]  # the rewards stay with their own episodes
+    assert advantage_of(credit) == [0.25, -0.25]  # mean 0.75, not 0.375
+    assert credit.num_masked == 2
+
+
+def test_a_group_without_variance_is_counted_and_kept_for_the_gate_only(hand):
+    credit = credit_of(hand.group(1.0, 1.0), hand.group(0.0, 1.0), hand.group("x", "x"), hand.group("x", 0.0))
+    assert [sample.trained for sample in credit.samples] == [False, False, True, True, False]
+    assert advantage_of(credit) == [0.0, 0.0, -0.5, 0.5, 0.0]
+    assert credit.no_variance_frac == 0.75
+
+
+def test_keys_are_unique_over_groups_episodes_and_segments(hand):
+    group = hand.group(0.0, 1.0)
+    segments = (hand.segment((1,), ((), (5, 6))), hand.segment((1, 2), ((), (7,))), hand.segment((3,)))
+    long = hand.scored(hand.trajectory(*segments, index=2), 0.5)
+    credit = credit_of(ScoredGroup(task=group.task, scored=(*group.scored, long)), hand.group(0.0, 1.0))
+    assert [sample.key for sample in credit.samples] == [
+        "0000/0000/0", "0000/0001/0", "0000/0002/0", "0000/0002/1", "0001/0000/0", "0001/0001/0"
+    ]  # fmt: skip
+    # Both segments of the episode carry its advantage; the one without a turn has nothing to train.
+    assert advantage_of(credit)[:4] == [-0.5, 0.5, 0.0, 0.0]
+
+
+def test_an_episode_without_a_turn_counts_in_the_baseline_but_has_no_sample(hand):
+    silent = hand.scored(hand.trajectory(hand.segment((1, 2)), index=1), 0.0)
+    spoke = hand.group(1.0).scored[0]
+    credit = credit_of(ScoredGroup(task=hand.task(), scored=(spoke, silent)))
+    assert advantage_of(credit) == [0.5]
+
+
+def test_permuted_rewards_stay_in_their_group_and_follow_the_key_alone(hand):
+    groups = [hand.group(*(100 * g + float(i) for i in range(8))) for g in range(6)]
+
+    def permuted(*key: int) -> np.ndarray:
+        credit = credit_of(*groups, permute_key=key)
+        assert first_said(credit) == list(range(20, 28)) * 6
+        return np.array(advantage_of(credit)).reshape(6, 8)
+
+    straight = np.array(advantage_of(credit_of(*groups))).reshape(6, 8)
+    shuffled = permuted(0, 1)
+    np.testing.assert_array_equal(np.sort(shuffled, axis=1), np.sort(straight, axis=1))
+    assert (shuffled != straight).any(axis=1).all()
+    assert len({tuple(row) for row in shuffled}) == 6  # each group has its own permutation
+    np.testing.assert_array_equal(permuted(0, 1), shuffled)
+    assert (permuted(0, 2) != shuffled).any()
+    assert (permuted(1, 1) != shuffled).any()
+
+
+def test_permuting_moves_only_rewards_of_valid_episodes(hand):
+    credit = credit_of(hand.group(1.0, "x", 0.0, 2.0), permute_key=(0, 1))
+    assert first_said(credit) == [20, 22, 23]
+    assert sorted(advantage_of(credit)) == [-1.0, 0.0, 1.0]
+
+
+def test_too_many_masked_episodes_end_the_round_with_one_clear_line(hand):
+    groups = (hand.group(1.0, "sandbox: pool gone\n  at line 3\nRuntimeError: no fork"), hand.group("late", "late"))
+    with pytest.raises(TooFewValidError) as caught:
+        credit_of(*groups, min_valid_frac=0.5)
+    assert str(caught.value) == (
+        "rollout.min_valid_frac: at least 50% of the episodes must be valid, got 1 of 4 "
+        "(first reason: RuntimeError: no fork); fix the cause and run again"
+    )
+
+
+def test_a_mask_without_a_reason_still_ends_the_round_by_name(hand):
+    with pytest.raises(TooFewValidError, match=r"got 0 of 1 \(first reason: none given\)"):
+        credit_of(hand.group(""), min_valid_frac=0.5)
+
+
+@pytest.mark.parametrize(("share", "valid"), [(0.9, 9), (0.7, 7), (0.3, 3), (1.0, 10), (0.07, 7)])
+def test_exactly_the_required_share_is_enough(hand, share: float, valid: int):
+    total = 100 if share == 0.07 else 10
+    rewards = [*(float(i) for i in range(valid)), *(["x"] * (total - valid))]
+    assert credit_of(hand.group(*rewards), min_valid_frac=share).num_masked == total - valid
+    with pytest.raises(TooFewValidError):
+        credit_of(hand.group(*rewards[1:], "x"), min_valid_frac=share)
