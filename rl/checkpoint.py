@@ -69,18 +69,30 @@ class Checkpoints:
         if newest is None:
             return None
         verify_seal(newest)
-        return newest, RunState(**json.loads((newest / _STATE).read_text()))
+        return newest, _read_state(newest)
 
     def _prune(self, newest: Path) -> None:
         older = sorted(path for path in self._folder.glob("round-*") if path < newest)
         for path in older[: max(0, len(older) - self._keep + 1)]:
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _read_state(folder: Path) -> RunState:
+    try:
+        return RunState(**json.loads((folder / _STATE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder.name}: {_STATE} must hold the counters of a run, got {error}; "
+            f"remove {folder} to go on from the one before"
+        ) from error
 
 
 def seal(folder: Path) -> None:
     """Flush every file of `folder` to disk and write its manifest."""
     manifest: dict[str, dict[str, int | str]] = {}
     for path in sorted(folder.iterdir()):
+        if path.name == _MANIFEST:
+            continue
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
             os.fsync(file.fileno())
@@ -89,6 +101,7 @@ def seal(folder: Path) -> None:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    _sync_names(folder)
 
 
 def verify_seal(folder: Path) -> None:
@@ -96,7 +109,13 @@ def verify_seal(folder: Path) -> None:
     manifest_file = folder / _MANIFEST
     if not manifest_file.is_file():
         raise CheckpointError(f"checkpoint: no manifest, got {folder}; point to a folder that was written whole")
-    for name, expected in json.loads(manifest_file.read_text()).items():
+    try:
+        manifest = json.loads(manifest_file.read_text())
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {folder.name}: {_MANIFEST} is damaged, got {error}; remove {folder} to go on from the one before"
+        ) from error
+    for name, expected in manifest.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != expected["bytes"]:
             size = path.stat().st_size if path.is_file() else "no file"
@@ -116,9 +135,22 @@ def verify_seal(folder: Path) -> None:
 def publish_folder(staging: Path, final: Path) -> None:
     """Make a sealed folder appear under its name by one rename, durably; an older one of that name is replaced."""
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     staging.rename(final)
-    directory = os.open(final.parent, os.O_RDONLY)
+    _sync_names(final.parent)
+
+
+def _remove(folder: Path) -> None:
+    """Take the folder's name away before its files, so that a crash never leaves half of it under its name."""
+    hidden = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _sync_names(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
