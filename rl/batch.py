@@ -28,8 +28,9 @@ class TrainSample:
     """One segment. `targets_R` are the positions of the trainable tokens in `ids_T`; a target is never the first id.
 
     `advantages_R` and `behavior_logprobs_R` belong to those tokens. `routes_TLK` has the rows the sampler computed: all
-    tokens but the last, or none (0 rows) for scripted tokens. `trained` is false for a sample that only takes part in
-    the parity gate (a group without variance).
+    tokens but the last, or none (0 rows) for scripted tokens. `temperature` is that of the distribution the behavior
+    logprobs belong to. `trained` is false for a sample that only takes part in the parity gate (a group without
+    variance).
     """
 
     key: str
@@ -40,6 +41,7 @@ class TrainSample:
     routes_TLK: npt.NDArray[np.uint8]
     weight_version: int
     trained: bool
+    temperature: float = 1.0
 
     @property
     def num_tokens(self) -> int:
@@ -53,18 +55,24 @@ def sample_from_segment(segment: Segment, *, key: str, advantage: float, trained
     targets: list[int] = []
     logprobs: list[npt.NDArray[np.float32]] = []
     routes: list[npt.NDArray[np.uint8]] = []
+    temperatures: set[float] = set()
     version = -1
     for span in segment.spans():
         if span.origin is SpanOrigin.SAMPLED:
             assert span.sampled_by is not None  # an invariant of TokenSpan
             targets += range(len(ids), len(ids) + len(span.ids))
             logprobs.append(span.sampled_by.logprobs_T)
+            temperatures.add(span.sampled_by.params.temperature or 1.0)  # greedy tokens have their logprob at 1
             version = span.sampled_by.weight_version
         if span.routes_TLK is not None:
             routes.append(span.routes_TLK)
         ids += span.ids
     if not targets:
         raise BatchError(f"sample {key}: nothing to train on, got a segment without a sampled token; drop it before")
+    if targets[0] == 0:
+        raise BatchError(f"sample {key}: a sampled token needs a token before it, got none; give the opening its ids")
+    if len(temperatures) > 1:
+        raise BatchError(f"sample {key}: one temperature a segment, got {sorted(temperatures)}; sample them alike")
     return TrainSample(
         key=key,
         ids_T=np.array(ids, dtype=np.int64),
@@ -74,6 +82,7 @@ def sample_from_segment(segment: Segment, *, key: str, advantage: float, trained
         routes_TLK=np.concatenate(routes) if routes else np.zeros((0, 0, 0), dtype=np.uint8),
         weight_version=version,
         trained=trained,
+        temperature=temperatures.pop(),
     )
 
 
@@ -89,6 +98,7 @@ class Batch:
     target_ids_R: torch.Tensor
     behavior_logprobs_R: torch.Tensor
     advantages_R: torch.Tensor
+    temperatures_R: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +114,7 @@ def pack(samples: Sequence[TrainSample]) -> Batch:
     starts_S = np.concatenate([[0], lengths_S.cumsum()])
     targets_R = np.concatenate([sample.targets_R + start for sample, start in zip(samples, starts_S, strict=False)])
     ids_T = np.concatenate([sample.ids_T for sample in samples])
+    temperatures_R = [np.full(len(sample.targets_R), sample.temperature, dtype=np.float32) for sample in samples]
     return Batch(
         samples=tuple(samples),
         ids_T=torch.from_numpy(ids_T),
@@ -113,6 +124,7 @@ def pack(samples: Sequence[TrainSample]) -> Batch:
         target_ids_R=torch.from_numpy(ids_T[targets_R]),
         behavior_logprobs_R=torch.from_numpy(np.concatenate([sample.behavior_logprobs_R for sample in samples])),
         advantages_R=torch.from_numpy(np.concatenate([sample.advantages_R for sample in samples])),
+        temperatures_R=torch.from_numpy(np.concatenate(temperatures_R)),
     )
 
 

@@ -83,7 +83,7 @@ class Learner:
         entropy_sum = 0.0
         for batch in micro_batches(samples, self._spec.micro_batch_tokens):
             out = self._policy(batch)
-            logprobs_RV = torch.log_softmax(out.logits_RV, dim=-1)
+            logprobs_RV = _log_softmax(out, batch)
             entropy_sum -= float((logprobs_RV.exp() * logprobs_RV).sum())
             reports += _sample_parities(batch, _chosen(logprobs_RV, batch), out.routes_TLK)
         return ParityReport.of(reports, entropy_sum=entropy_sum)
@@ -105,7 +105,7 @@ class Learner:
         loss_sum = 0.0
         for batch in micro_batches(samples, self._spec.micro_batch_tokens):
             out = self._engine.forward(batch)
-            loss = -_chosen(torch.log_softmax(out.logits_RV, dim=-1), batch).sum() / num_tokens
+            loss = -_chosen(_log_softmax(out, batch), batch).sum() / num_tokens
             self._engine.backward(loss + self._router_loss(out, batch, num_packed)[0])
             loss_sum += float(loss.detach())
         self._step(lr)
@@ -145,7 +145,7 @@ class Learner:
         num_packed = sum(sample.num_tokens for sample in samples)
         for batch in micro_batches(samples, self._spec.micro_batch_tokens):
             out = self._engine.forward(batch)
-            logprobs_R = _chosen(torch.log_softmax(out.logits_RV, dim=-1), batch)
+            logprobs_R = _chosen(_log_softmax(out, batch), batch)
             token_loss = algorithm.token_loss(logprobs_R, batch.behavior_logprobs_R, batch.advantages_R)
             policy_loss = token_loss.loss_R.sum() / num_tokens
             router_loss, balance, router_z_loss = self._router_loss(out, batch, num_packed)
@@ -224,6 +224,11 @@ class _Totals:
             grad_norm=self._sums["grad_norm"] / self.num_steps,
             expert_load_LE=self._load_LE / self._load_LE.sum(axis=1, keepdims=True),
         )
+
+
+def _log_softmax(out: PolicyOutput, batch: Batch) -> torch.Tensor:
+    """Logprobs at the temperature that each token was sampled at, which the behavior logprobs are of."""
+    return torch.log_softmax(out.logits_RV / batch.temperatures_R[:, None], dim=-1)
 
 
 def _chosen(logprobs_RV: torch.Tensor, batch: Batch) -> torch.Tensor:
