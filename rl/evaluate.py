@@ -15,7 +15,7 @@ from rl.config import EvalSection
 from rl.report import EvalResult, HeldOut, episode_sample
 from rl.statistics import PassRate
 from rollout.pool import RolloutPool, SamplePlan
-from rollout.types import ScoredTrajectory, Task, TaskLimits
+from rollout.types import ScoredTrajectory, Task, TaskLimits, Trajectory
 
 _SEED_KEY = (20_261, 7)
 """Held-out sampling has its own random numbers, the same in every run."""
@@ -26,6 +26,11 @@ class Decoding(StrEnum):
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
+
+
+def is_passed(trajectory: Trajectory) -> bool:
+    """Whether every hidden check passed, by an answer that left the grader alone."""
+    return trajectory.evidence.hidden.all_passed and not trajectory.evidence.tampered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,7 @@ class Evaluator:
         )
         scored = [score_group(self.reward, group).scored[0] for group in self.pool.rollout(tasks, plan)]
         valid = [each.trajectory for each in scored if each.total is not None]
-        passed = [trajectory for trajectory in valid if trajectory.evidence.hidden.all_passed]
+        passed = [trajectory for trajectory in valid if is_passed(trajectory)]
         return Evaluation(
             decoding=decoding,
             after_repair=PassRate(passed=len(passed), total=len(valid)),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rl.advantage import Credit
-from rl.evaluate import Evaluation
+from rl.evaluate import Evaluation, is_passed
 from rl.learner.learner import UpdateReport
 from rl.metrics import MetricsLog, eval_metrics, stage_time
 from rl.parity import ParityReport
@@ -103,7 +103,7 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
     scored = [each for group in facts.groups for each in group.scored]
     trajectories = [each.trajectory for each in scored]
     valid = [each for each in scored if each.total is not None]
-    solved = [each.trajectory for each in valid if each.trajectory.evidence.hidden.all_passed]
+    solved = [each.trajectory for each in valid if is_passed(each.trajectory)]
     num_sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
     values = {
         **_reward_terms(facts.groups),
