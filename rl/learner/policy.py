@@ -83,7 +83,7 @@ class PublishedPolicy(nn.Module):
             if name not in running:
                 differences[name] = float("inf")
             elif not torch.equal(other := torch.from_numpy(running[name].copy()), own := viewed.float()):
-                differences[name] = float((other - own).abs().max())
+                differences[name] = float((other - own).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).max())
         return differences
 
     def _readable(self) -> dict[str, torch.Tensor]:

@@ -1,0 +1,133 @@
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl.config import ParitySection
+from rl.parity import ParityError, ParityReport
+from rl.publish import Published, Publisher
+from rollout.types import WeightVersion
+
+CLOSED = ParityReport(
+    num_tokens=9, num_routed=10, mean_abs_nats=0.5, max_abs_nats=2.0, num_flipped=0, worst_layer=3, entropy=1.0
+)
+OPEN = ParityReport(
+    num_tokens=9, num_routed=10, mean_abs_nats=1e-8, max_abs_nats=1e-6, num_flipped=0, worst_layer=0, entropy=1.0
+)
+
+
+class Snapshot:
+    num_bytes = 1000
+
+
+class Learners:
+    def __init__(self, report: ParityReport = OPEN, differences: list[dict[str, float]] | None = None):
+        self.report = report
+        self.differences = differences or []
+        self.asked: list[Any] = []
+
+    def snapshot(self, version: WeightVersion):
+        self.asked.append(version)
+        return Snapshot(), {"a": (1, 8), "b": (3, 8)}
+
+    def parity(self, samples: object) -> ParityReport:
+        self.asked.append(samples)
+        return self.report
+
+    def view_differences(self, running: dict[str, int]) -> dict[str, float]:
+        return self.differences[running["worker"]]
+
+
+class Pool:
+    def __init__(self, num_workers: int = 1, failure: Exception | None = None):
+        self.num_workers = num_workers
+        self.failure = failure
+        self.received: list[object] = []
+
+    def publish(self, snapshot: object) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.received.append(snapshot)
+
+    def running_views(self) -> list[dict[str, int]]:
+        return [{"worker": worker} for worker in range(self.num_workers)]
+
+
+def publisher(learners: Learners, pool: Pool) -> Publisher:
+    any_learners: Any = learners
+    any_pool: Any = pool
+    return Publisher(any_learners, any_pool, ParitySection())
+
+
+def test_publishing_carries_one_snapshot_of_the_version_and_counts_what_changed():
+    learners, pool = Learners(), Pool()
+    published = publisher(learners, pool).publish(WeightVersion(3))
+    assert learners.asked == [3]
+    assert len(pool.received) == 1
+    assert (published.version, published.num_bytes, published.codes_changed_frac) == (3, 1000, 0.25)
+
+
+def test_the_first_version_changed_nothing():
+    first = Published(version=WeightVersion(0), num_bytes=1, codes_changed={})
+    assert first.codes_changed_frac == 0.0
+
+
+def test_the_version_counts_only_once_every_worker_runs_it():
+    pool = Pool()
+    subject = publisher(Learners(), pool)
+    assert subject.version == -1
+    subject.publish(WeightVersion(0))
+    pool.failure = RuntimeError("worker 1 died")
+    with pytest.raises(RuntimeError, match="worker 1 died"):
+        subject.publish(WeightVersion(1))
+    assert subject.version == 0
+
+
+def test_an_open_gate_returns_the_report():
+    samples: Any = ["a sample"]
+    learners = Learners(OPEN)
+    assert publisher(learners, Pool()).check_parity(samples) is OPEN
+    assert learners.asked == [samples]
+
+
+def test_a_closed_gate_names_the_worker_and_its_worst_tensor():
+    learners = Learners(CLOSED, [{}, {"router": 0.01, "experts": 0.75, "norm": 0.5}])
+    with pytest.raises(ParityError) as caught:
+        publisher(learners, Pool(num_workers=2)).check_parity([])
+    assert str(caught.value) == (
+        "parity gate: behavior and policy logprobs must agree before the update, got mean |difference| 5.00e-01 nats "
+        "> 1e-05; max |difference| 2.00e+00 nats > 1e-03; worker 1 runs another experts than was published (largest "
+        "difference 0.75, 3 tensors in all): the transfer is at fault, restart"
+    )
+
+
+def test_a_closed_gate_with_equal_weights_names_the_layer():
+    with pytest.raises(ParityError, match=r"the weights are equal, so the two forwards differ, most in layer 3: "):
+        publisher(Learners(CLOSED, [{}, {}]), Pool(num_workers=2)).check_parity([])
+
+
+def test_a_worker_that_holds_a_nan_or_lacks_a_tensor_differs_without_bound():
+    import torch
+
+    from model.config import ModelConfig
+    from model.transformer import init_weights
+    from rl.learner.policy import PublishedPolicy
+
+    policy = PublishedPolicy(
+        ModelConfig(vocab_size=8, hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32,
+                    expert_hidden_size=32, num_experts=2, num_experts_per_tok=1)
+    )  # fmt: skip
+    init_weights(policy.model, 0)
+    policy.refresh()
+    running = {name: tensor.numpy().copy() for name, tensor in policy._views.items()}
+    assert policy.view_differences(running) == {}
+    running["model.norm.weight"][3] = np.nan
+    running["model.layers.0.mlp.router.weight"][1, 1] += 0.5
+    del running["model.embed_tokens.weight"]
+    differences = policy.view_differences(running)
+    assert differences.keys() == {
+        "model.norm.weight", "model.layers.0.mlp.router.weight", "model.embed_tokens.weight"
+    }  # fmt: skip
+    assert differences["model.norm.weight"] == differences["model.embed_tokens.weight"] == float("inf")
+    assert differences["model.layers.0.mlp.router.weight"] == pytest.approx(0.5)
+    assert torch.isfinite(policy._views["model.norm.weight"]).all()  # the comparison wrote nothing
