@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from envs.base import Env, SandboxLost
+from envs.base import Env, EnvError, SandboxLost
 from rollout.renderer import ChatRenderer
 from rollout.types import (
     Boundary,
@@ -33,6 +33,7 @@ from rollout.types import (
     TaskLimits,
     TokenSpan,
     Trajectory,
+    TrajectoryError,
     Turn,
     Verdict,
 )
@@ -52,28 +53,19 @@ class EpisodeJob:
 
 
 async def run_episode(job: EpisodeJob, env: Env, sampler: Sampler, renderer: ChatRenderer) -> Trajectory:
-    """Run `job` to its end and return the trajectory, whatever happens."""
+    """Run `job` to its end and return the trajectory, whatever happens. Closes `env` and the sampler's session."""
     started = time.monotonic()
     history = _History()
-    stop: StopReason | None = None
-    failure: Failure | None = None
-    evidence: Evidence | None = None
     try:
-        stop = await _take_turns(job, env, sampler, renderer, history)
-        evidence = await env.evidence()
+        stop, evidence = await _play(job, env, sampler, renderer, history)
+        failure = None
     except SandboxLost as lost:
-        failure = Failure(boundary=Boundary.SANDBOX, message=str(lost))
+        stop, failure = None, Failure(boundary=Boundary.SANDBOX, message=str(lost))
+        evidence = _masked(failure)
     except Exception:  # noqa: BLE001 (the episode boundary: a broken episode must not end the round)
-        failure = Failure(boundary=Boundary.EPISODE, message=traceback.format_exc(limit=8))
-    finally:
-        sampler.close_session(job.session)
-        await env.close()
-    if failure is not None:
-        stop = None
-        evidence = Evidence(
-            verdict=Verdict.MASKED, turns=(), hidden=Checks(passed=0, declared=0), reason=failure.message
-        )
-    assert evidence is not None
+        # A negative limit keeps the innermost calls, where it broke.
+        stop, failure = None, Failure(boundary=Boundary.EPISODE, message=traceback.format_exc(limit=-8))
+        evidence = _masked(failure)
     return Trajectory(
         task_id=job.task.id,
         sample_index=job.sample_index,
@@ -83,6 +75,29 @@ async def run_episode(job: EpisodeJob, env: Env, sampler: Sampler, renderer: Cha
         evidence=evidence,
         seconds=time.monotonic() - started,
     )
+
+
+async def _play(
+    job: EpisodeJob, env: Env, sampler: Sampler, renderer: ChatRenderer, history: _History
+) -> tuple[StopReason, Evidence]:
+    """The turns and the grading. Sampler and environment are closed whatever happens; failing at that fails it all."""
+    try:
+        stop = await _take_turns(job, env, sampler, renderer, history)
+        evidence: object = await env.evidence()
+        if not isinstance(evidence, Evidence):
+            raise EnvError(
+                f"environment: evidence() must return an Evidence, got {type(evidence).__name__}; see envs/base.py"
+            )
+        return stop, evidence
+    finally:
+        try:
+            sampler.close_session(job.session)
+        finally:
+            await env.close()
+
+
+def _masked(failure: Failure) -> Evidence:
+    return Evidence(verdict=Verdict.MASKED, turns=(), hidden=Checks(passed=0, declared=0), reason=failure.message)
 
 
 async def _take_turns(
@@ -102,7 +117,8 @@ async def _take_turns(
         history.add_turn(generation, params, message)
         if generation.finish is FinishReason.LENGTH:
             # An unfinished answer is not acted on: it was cut, and what is missing may change its meaning.
-            return StopReason.TRUNCATED_TOKENS
+            cut_by_context = room < job.limits.max_tokens_per_turn
+            return StopReason.TRUNCATED_CONTEXT if cut_by_context else StopReason.TRUNCATED_TOKENS
         result = await env.step(message)
         history.observe(result.observations)
         if result.terminated:
@@ -142,6 +158,14 @@ class _History:
         self.ids += generation.ids
         self.turns.append((spans, message, ()))
         self.routes.append(generation.routes_TLK)
+        num_rows = sum(len(rows) for rows in self.routes)
+        # A scripted sampler computes nothing, so it has no routes to give.
+        if num_rows not in (0, len(self.ids) - 1):
+            self.routes = []
+            raise TrajectoryError(
+                f"routes: one row a computed token, got {num_rows} for {len(self.ids) - 1} tokens after turn "
+                f"{len(self.turns)}; weights must not change, nor a session be closed, within an episode"
+            )
 
     def observe(self, observations: tuple[Message, ...]) -> None:
         spans, message, _ = self.turns[-1]
@@ -152,7 +176,6 @@ class _History:
         if self.opening is None:
             return ()
         rows = np.concatenate(self.routes) if self.routes else None
-        # A scripted sampler computes nothing, so it has no routes to give.
         routes = _Cutter(rows) if rows is not None and len(rows) else None
         opening = _routed(self.opening, routes)
         turns = tuple(

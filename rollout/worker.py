@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from envs.base import Env, EnvError, EnvFactory, StepResult
 from envs.config import EnvConfig
 from envs.registry import build_factory
 from model.config import ModelConfig
@@ -24,7 +25,7 @@ from rollout.renderer import ChatRenderer
 from rollout.scripted import ScriptedSampler
 from rollout.subscribe import Subscriber
 from rollout.tokenizer import tokenizer_from_json
-from rollout.types import Trajectory
+from rollout.types import Evidence, Message, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,34 @@ class WorkerSpec:
     num_threads: int
     max_sessions: int
     max_retries: int
+
+
+class _MadeAtReset(Env):
+    """An environment that is made inside its episode, where a maker that fails is caught as one of it."""
+
+    def __init__(self, factory: EnvFactory, fresh_grading: bool) -> None:
+        self._factory = factory
+        self._fresh_grading = fresh_grading
+        self._made: Env | None = None
+
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        self._made = self._factory.make(fresh_grading=self._fresh_grading)
+        return await self._made.reset(task)
+
+    async def step(self, message: Message) -> StepResult:
+        return await self._get().step(message)
+
+    async def evidence(self) -> Evidence:
+        return await self._get().evidence()
+
+    async def close(self) -> None:
+        if self._made is not None:
+            await self._made.close()
+
+    def _get(self) -> Env:
+        if self._made is None:
+            raise EnvError("episode: no environment is made, got a call before reset; call reset first")
+        return self._made
 
 
 class RolloutWorker:
@@ -94,7 +123,7 @@ class RolloutWorker:
     ) -> list[Trajectory]:
         async def gather() -> list[Trajectory]:
             episodes = (
-                run_episode(job, self._envs.make(fresh_grading=fresh_grading), sampler, self._renderer)
+                run_episode(job, _MadeAtReset(self._envs, fresh_grading), sampler, self._renderer)
                 for job, sampler in zip(jobs, samplers, strict=True)
             )
             return await asyncio.gather(*episodes)
