@@ -31,8 +31,9 @@ class LockstepSampler:
         return await future
 
     def close_session(self, session: int) -> None:
-        """The episode has ended; the others no longer wait for it."""
+        """The episode has ended, perhaps cancelled while it waited; the others no longer wait for it."""
         self._open.pop(session, None)
+        self._waiting.pop(session, None)
         self._engine.close_session(session)
         self._run_when_complete()
 
@@ -45,7 +46,9 @@ class LockstepSampler:
             generations = self._engine.generate([request for request, _ in batch])
         except Exception as error:  # noqa: BLE001 (handed to the episodes, whose boundary records it)
             for _, future in batch:
-                future.set_exception(error)
+                if not future.done():  # cancelled, and its episode has not yet closed
+                    future.set_exception(error)
             return
         for (_, future), generation in zip(batch, generations, strict=True):
-            future.set_result(generation)
+            if not future.done():
+                future.set_result(generation)
