@@ -53,6 +53,9 @@ class KvCache:
         if not self.num_free:
             raise CacheError(f"kv cache: no free row, got session {session}; close sessions or raise num_rows")
         row = self._sessions.index(None)
+        # Slots that a mask hides are still multiplied by 0, and 0 times a NaN of an earlier session is NaN.
+        self.keys_LNGCd[:, row] = 0
+        self.values_LNGCd[:, row] = 0
         self._sessions[row], self._lengths[row], self._row_of[session] = session, 0, row
 
     def close(self, session: int) -> None:
@@ -87,16 +90,16 @@ class KvCache:
         """
         starts = [
             length if kept else min(length, self.max_tokens - 1)
-            for length, kept in zip(self._lengths, keep, strict=False)
+            for length, kept in zip(self._lengths, keep, strict=False)  # rows beyond the batch wait
         ]
-        for row, (count, kept) in enumerate(zip(counts, keep, strict=True)):
-            if starts[row] + count > self.max_tokens:
-                raise CacheError(
-                    f"kv cache: {self.max_tokens} positions a session, got {starts[row] + count}; "
-                    "raise env.max_context_tokens"
-                )
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        if max(ends) > self.max_tokens:
+            raise CacheError(
+                f"kv cache: {self.max_tokens} positions a session, got {max(ends)}; raise env.max_context_tokens"
+            )
+        for row, (end, kept) in enumerate(zip(ends, keep, strict=True)):
             if kept:
-                self._lengths[row] = starts[row] + count
+                self._lengths[row] = end
         return CachedAttention(self, starts, counts)
 
 
