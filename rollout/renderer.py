@@ -60,4 +60,6 @@ class ChatRenderer:
         return [_HEADER[message.role], *self._encode(message.content), _END]
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        # A lone surrogate (half of a UTF-16 pair, which JSON can spell) has no bytes: it is read as a question mark. A
+        # tool that repeats one must not end the episode as a failure, which no reward would judge.
+        return self._tokenizer.encode(text.encode(errors="replace").decode()).ids

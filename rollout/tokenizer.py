@@ -58,12 +58,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer saved at `path` (`tokenizer.json`)."""
     if not path.is_file():
         raise TokenizerError(f"tokenizer: no file, got {path}; point to a folder that rl.sft wrote")
-    return tokenizer_from_json(path.read_text())
+    return _parsed(path.read_text(errors="replace"), f"the tokenizer file {path}")
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
     """The tokenizer in its serialized form, as it travels to the rollout workers."""
-    return _checked(Tokenizer.from_str(text), "the tokenizer file")
+    return _parsed(text, "the serialized tokenizer")
+
+
+def _parsed(text: str, what: str) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 (the library raises nothing more special)
+        reason = " ".join(str(error).split())
+        raise TokenizerError(f"{what}: is not a tokenizer, got <{reason}>; train one with rl.sft") from None
+    return _checked(tokenizer, what)
 
 
 def _checked(tokenizer: Tokenizer, what: str) -> Tokenizer:

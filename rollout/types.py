@@ -10,6 +10,7 @@ Shapes: T tokens of a span, L MoE layers, K experts chosen for a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -94,8 +95,10 @@ class SamplingParams:
     max_tokens: int = 64
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise TrajectoryError(f"temperature: must not be negative, got {self.temperature}; use 0 for greedy")
+        if not 0 <= self.temperature < math.inf:
+            raise TrajectoryError(
+                f"temperature: must be finite and not negative, got {self.temperature}; use 0 for greedy"
+            )
         if self.max_tokens < 1:
             raise TrajectoryError(f"max_tokens: must be at least 1, got {self.max_tokens}; raise the limit")
 
