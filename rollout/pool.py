@@ -6,13 +6,14 @@ Every wait has a deadline and names the worker it waits for.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
 from model.snapshot import WeightSnapshot
 from rollout.actor import RolloutActor
@@ -45,7 +46,11 @@ class RolloutPool:
         actor_class: Any = RolloutActor  # Ray's decorator hides the class from the type checker
         self._actors: list[Any] = [actor_class.options(num_cpus=1).remote(spec) for _ in range(num_workers)]
         self._pids: list[int] = []
-        self._pids = self._call("start", "pid", [() for _ in self._actors])
+        try:
+            self._pids = self._call("start", "pid", [() for _ in self._actors])
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> RolloutPool:
         return self
@@ -136,24 +141,40 @@ class RolloutPool:
         return [trajectory for trajectory in merged if trajectory is not None]
 
     def _call(self, what: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call `method` on every worker; raises PoolError naming the worker that died or did not answer in time."""
-        references = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
-        results: list[Any] = []
-        for index, reference in enumerate(references):
-            who = f"worker {index}" + (f" (pid {self._pids[index]})" if self._pids else "")
+        """Call `method` on every worker and wait for all, in the order in which they finish.
+
+        Raises PoolError as soon as a worker died, and when the deadline passed; it names the workers. What the method
+        itself raised is raised here.
+        """
+        waiting = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
+        index_of = {reference: index for index, reference in enumerate(waiting)}
+        results: list[Any] = [None] * len(waiting)
+        deadline = time.monotonic() + self._deadline_s
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                raise PoolError(
+                    f"rollout: {', '.join(self._who(index_of[reference]) for reference in waiting)} did not {what} in "
+                    f"time, got nothing for {self._deadline_s:.0f} s; look at the stack with `py-spy dump`, or raise "
+                    "rollout.round_deadline_s"
+                )
+            index = index_of[ready[0]]
             try:
-                results.append(ray.get(reference, timeout=self._deadline_s))
-            except GetTimeoutError as error:
-                raise PoolError(
-                    f"rollout: {who} did not {what} in time, got nothing for {self._deadline_s:.0f} s; look at its "
-                    "stack with `py-spy dump`, or raise rollout.round_deadline_s"
-                ) from error
+                results[index] = ray.get(ready[0])
             except RayActorError as error:
-                raise PoolError(
-                    f"rollout: {who} died while it should {what}, got {str(error).splitlines()[0]}; "
-                    "run the same command again to resume from the last checkpoint"
-                ) from error
+                raise PoolError(f"rollout: {self._who(index)} died while it should {what}, {_why(error)}") from error
         return results
+
+    def _who(self, index: int) -> str:
+        return f"worker {index}" + (f" (pid {self._pids[index]})" if self._pids else "")
+
+
+def _why(error: RayActorError) -> str:
+    """What is known of a death, and the remedy."""
+    lines = str(error).strip().splitlines()
+    if error.actor_init_failed:
+        return f"got {lines[-1]}; remove this cause, the worker never ran"
+    return f"got {lines[0]}; run the same command again to resume from the last checkpoint"
 
 
 def _seed(*key: int) -> int:
