@@ -43,6 +43,13 @@ TRANSFORMER_PACKING = 4 * 3 * summed(128)
 BF16_TRANSFORMER = 16 * U16
 """bf16 compute against fp32: 2 roundings to bf16 in each of 8 branches that add up in fp32."""
 
+ENGINE_LOGPROB = 2 * (TRANSFORMER_PACKING + summed(128))
+"""Decoding on a cache against one full forward, relative to the largest logit: hidden states as under another packing,
+one more product for the logits, and a logprob is the difference of a logit and a logsumexp of logits."""
+
+BF16_ENGINE_LOGPROB = 2 * BF16_TRANSFORMER
+"""The same in bf16 compute, where the two sides round attention differently; routes are replayed."""
+
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference over the largest expected magnitude; infinite when either is not finite or shapes differ."""
