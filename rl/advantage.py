@@ -16,7 +16,6 @@ from rl.algorithms.base import Algorithm
 from rl.batch import TrainSample, sample_from_segment
 from rollout.types import ScoredGroup, ScoredTrajectory
 
-
 _ROUNDING = 1e-9
 """Of a share times a count: 9 of 10 are enough when the share is 0.9."""
 

@@ -113,7 +113,8 @@ def verify_seal(folder: Path) -> None:
         manifest = json.loads(manifest_file.read_text())
     except ValueError as error:
         raise CheckpointError(
-            f"checkpoint {folder.name}: {_MANIFEST} is damaged, got {error}; remove {folder} to go on from the one before"
+            f"checkpoint {folder.name}: {_MANIFEST} is damaged, got {error}; "
+            f"remove {folder} to go on from the one before"
         ) from error
     for name, expected in manifest.items():
         path = folder / name
