@@ -1,17 +1,19 @@
 """The supervisor inside a sandbox: PID 1 of the box where there are namespaces, else the leader of its processes.
 
-Standard library, `wire`, `worker` and `boxfiles` alone: those four files are all that runs in a box.
+Standard library, `wire`, `worker`, `scratch` and `boxfiles` alone: those five files are all that runs in a box.
 
     host  <- frames over a socket ->  Agent  <- records over a socketpair ->  worker (runs the policy's code)
 
 Invariants: the policy's code never holds the host's socket; a worker's reply counts only when it carries the random
 id of the request in flight, and any other byte from the worker is a protocol violation; the agent never parses what a
-worker sent, it only bounds it; no wait in here is without a deadline but the one for the host's next frame.
+worker sent, it only bounds it; what passes through it (sources, values, output, files) stays in memory that no later
+worker inherits; no wait in here is without a deadline but the one for the host's next frame.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import select
@@ -21,15 +23,15 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from envs.sandbox import boxfiles
-from envs.sandbox.wire import MAX_VALUE_BYTES, FrameReader, pack_frame
+from envs.sandbox.scratch import Output, Scratch, View, send_all, send_some
+from envs.sandbox.wire import FRAME, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_VALUE_BYTES, pack_head
 from envs.sandbox.worker import RECORD, Kind, Reply, serve_worker
 
 _POLL_S: Final = 0.05
-_CHUNK_BYTES: Final = 1 << 16
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
 _REPLY_STATUS: Final = {Reply.OK: "returned", Reply.RAISED: "raised", Reply.BAD_VALUE: "bad_value", Reply.OOM: "oom"}
@@ -47,6 +49,7 @@ class AgentConfig:
 
     folders: tuple[str, ...]
     memory_bytes: int
+    max_output_bytes: int
     owns_all: bool
     confine_worker: Callable[[], None] = lambda: None
 
@@ -67,34 +70,12 @@ class _Worker:
         self.channel.close()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Output:
-    """The first and the last half of at most `cap` bytes, and the count of all: a flood costs no memory."""
-
-    cap: int
-    total: int = 0
-    head: bytearray = field(default_factory=bytearray)
-    tail: bytearray = field(default_factory=bytearray)
-
-    def add(self, data: bytes) -> None:
-        self.total += len(data)
-        room = self.cap // 2 - len(self.head)
-        self.head += data[: max(room, 0)]
-        self.tail += data[max(room, 0) :]
-        del self.tail[: max(len(self.tail) - self.cap // 2, 0)]
-
-    def kept(self) -> bytes:
-        left_out = self.total - len(self.head) - len(self.tail)
-        notice = f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b""
-        return bytes(self.head) + notice + bytes(self.tail)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
     """How an exchange with the worker ended. `lost`: the worker is of no further use."""
 
     status: str
-    payload: bytes = b""
+    payload: View = b""
     lost: bool = False
 
 
@@ -106,26 +87,36 @@ class Agent:
         self._config = config
         self._worker: _Worker | None = None
         self._state_at_risk = False
+        self._request = Scratch(FRAME.size + MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES)
+        # One byte more than the longest reply, so that what follows it shows.
+        self._reply = Scratch(RECORD.size + MAX_VALUE_BYTES + 1)
+        self._output = Output(config.max_output_bytes)
 
     def serve(self) -> None:
         """Answer frames one at a time; return when the host is gone, with nothing else left in the box."""
         _open_streams()
         self._start_worker()
-        reader = FrameReader()
-        while True:
-            frame = reader.take()
-            if frame is None:
-                data = self._connection.recv(_CHUNK_BYTES)
-                if not data:
-                    self._kill_others()
-                    return
-                reader.feed(data)
-                continue
+        while (frame := self._read_frame()) is not None:
             header, payload = frame
             answer, body = self._answer(header, payload)
-            self._connection.sendall(pack_frame({**answer, "id": header["id"]}, body))
+            head = pack_head({**answer, "id": header["id"]}, sum(map(len, body)))
+            send_all(self._connection, [head, *body])
+        self._kill_others()
 
-    def _answer(self, header: dict[str, Any], payload: bytes) -> tuple[dict[str, object], bytes]:
+    def _read_frame(self) -> tuple[dict[str, Any], memoryview] | None:
+        """The host's next frame, its payload as a view; `None` when the host is gone."""
+        buffer, filled, due = self._request.view, 0, FRAME.size
+        while filled < due:
+            count = self._connection.recv_into(buffer[filled:due])
+            if not count:
+                return None
+            filled += count
+            if filled == due == FRAME.size:
+                due += sum(FRAME.unpack_from(buffer))
+        header_end = FRAME.size + FRAME.unpack_from(buffer)[0]
+        return json.loads(bytes(buffer[FRAME.size : header_end])), buffer[header_end:due]
+
+    def _answer(self, header: dict[str, Any], payload: memoryview) -> tuple[dict[str, object], list[View]]:
         _reap()
         op = header["op"]
         if op == "run":
@@ -135,57 +126,62 @@ class Agent:
         try:
             return self._manage(op, header, payload)
         except (OSError, ValueError) as error:
-            return {"error": f"{type(error).__name__}: {error}"}, b""
+            return {"error": f"{type(error).__name__}: {error}"}, []
 
-    def _manage(self, op: str, header: dict[str, Any], payload: bytes) -> tuple[dict[str, object], bytes]:
+    def _manage(self, op: str, header: dict[str, Any], payload: memoryview) -> tuple[dict[str, object], list[View]]:
         folder = self._config.folders[0]
         if op == "put":
             boxfiles.put_file(folder, header["path"], payload)
         elif op == "get":
-            return {}, boxfiles.get_file(folder, header["path"], header["max_bytes"])
+            buffer = self._request.view[: header["max_bytes"] + 1]
+            return {}, [buffer[: boxfiles.get_file(folder, header["path"], buffer)]]
         elif op == "reset":
-            return {"clean": self._reset()}, b""
+            return {"clean": self._reset()}, []
         elif op == "count":
-            return {"count": len(descendants())}, b""
+            return {"count": len(descendants())}, []
         elif op != "ping":
             raise ValueError(f"agent: unknown operation, got {op!r}; update both sides")
-        return {}, b""
+        return {}, []
 
     # ---- running the policy's code
 
-    def _run(self, header: dict[str, Any], source: bytes) -> tuple[dict[str, object], bytes]:
-        output = _Output(cap=header["max_output_bytes"])
+    def _run(self, header: dict[str, Any], source: memoryview) -> tuple[dict[str, object], list[View]]:
         fresh = self._worker is None
         worker = self._worker or self._start_worker()
+        self._output.start(keep=True)
         start = time.monotonic()
-        outcome = self._exchange(worker, header, Kind.RUN, source, output, grace_s=header["grace_s"])
-        seconds = time.monotonic() - start
+        outcome = self._exchange(worker, header, Kind.RUN, source, grace_s=header["grace_s"])
         answer: dict[str, object] = {
             "status": outcome.status,
-            "seconds": seconds,
-            "total": output.total,
+            "seconds": time.monotonic() - start,
+            "total": self._output.total,
             "state_lost": outcome.lost or (fresh and self._state_at_risk),
         }
         self._state_at_risk = not outcome.lost
-        return answer, output.kept()
+        return answer, self._output.parts()
 
-    def _ask_function(self, op: str, header: dict[str, Any], payload: bytes) -> tuple[dict[str, object], bytes]:
+    def _ask_function(
+        self, op: str, header: dict[str, Any], payload: memoryview
+    ) -> tuple[dict[str, object], list[View]]:
         if op == "load" and self._worker is not None and self._worker.used:
             self._discard_worker()
         worker = self._worker
         if worker is None:
             if op != "load":
-                return {"status": "died"}, b"no worker: it ended in an earlier request"
+                return {"status": "died"}, [b"no worker: it ended in an earlier request"]
             worker = self._start_worker()
-        outcome = self._exchange(worker, header, Kind[op.upper()], payload, _Output(cap=0), grace_s=0.0)
-        return {"status": outcome.status}, outcome.payload
+        self._output.start(keep=False)
+        outcome = self._exchange(worker, header, Kind[op.upper()], payload, grace_s=0.0)
+        return {"status": outcome.status}, [outcome.payload]
 
     def _exchange(
-        self, worker: _Worker, header: dict[str, Any], kind: Kind, payload: bytes, output: _Output, *, grace_s: float
+        self, worker: _Worker, header: dict[str, Any], kind: Kind, payload: memoryview, *, grace_s: float
     ) -> _Outcome:
         request_id = bytes.fromhex(header["id"])
-        record = RECORD.pack(request_id, kind, len(payload)) + payload
-        exchange = _Exchange(worker, request_id, record, output, self._memory_exceeded)
+        record: list[View] = [RECORD.pack(request_id, kind, len(payload))]
+        if payload:
+            record.append(payload)
+        exchange = _Exchange(worker, request_id, record, self._reply.view, self._output, self._memory_exceeded)
         outcome = exchange.finish(timeout_s=header["timeout_s"], interrupt_grace_s=grace_s)
         if outcome.lost:
             self._discard_worker()
@@ -250,14 +246,16 @@ class _Exchange:
         self,
         worker: _Worker,
         request_id: bytes,
-        record: bytes,
-        output: _Output,
+        record: list[View],
+        reply: memoryview,
+        output: Output,
         memory_exceeded: Callable[[], bool],
     ) -> None:
         self._worker = worker
         self._id = request_id
-        self._outbox = memoryview(record)
-        self._inbox = bytearray()
+        self._outbox = record
+        self._reply = reply
+        self._filled = 0
         self._output = output
         self._output_open = True
         self._memory_exceeded = memory_exceeded
@@ -307,26 +305,26 @@ class _Exchange:
         if writable:
             # A worker that is gone shows on the read side.
             with suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-                self._outbox = self._outbox[worker.channel.send(self._outbox) :]
+                send_some(worker.channel, self._outbox)
         return ready
 
     def _receive(self) -> _Outcome | None:
         """Take in what the worker sent; an outcome once it is a whole reply, or can no longer become one."""
         try:
-            data = self._worker.channel.recv(_CHUNK_BYTES)
+            count = self._worker.channel.recv_into(self._reply[self._filled :])
         except BlockingIOError:
             return None
         except ConnectionResetError:
-            data = b""
-        if not data:
+            count = 0
+        if not count:
             return _Outcome(status="died", payload=b"the worker process ended", lost=True)
-        self._inbox += data
-        if len(self._inbox) < RECORD.size:
+        self._filled += count
+        if self._filled < RECORD.size:
             return None
-        request_id, reply, size = RECORD.unpack_from(self._inbox)
+        request_id, reply, size = RECORD.unpack_from(self._reply)
         if request_id != self._id or reply not in _REPLY_STATUS or size > MAX_VALUE_BYTES or self._outbox:
             return _Outcome(status="protocol", payload=b"a reply that nothing asked for", lost=True)
-        payload = bytes(self._inbox[RECORD.size :])
+        payload = self._reply[RECORD.size : self._filled]
         if len(payload) < size:
             return None
         if len(payload) > size:
@@ -343,13 +341,12 @@ class _Exchange:
         """Read what is there. A writer faster than this loop is left to the next turn, so that deadlines hold."""
         for _ in range(64):
             try:
-                data = os.read(self._worker.output, _CHUNK_BYTES)
+                count = self._output.read(self._worker.output)
             except BlockingIOError:
                 return
-            if not data:
+            if not count:
                 self._output_open = False
                 return
-            self._output.add(data)
 
     @staticmethod
     def _readable(channel: socket.socket) -> bool:

@@ -38,23 +38,28 @@ def _open_below(folder: str, path: str, flags: int, *, make_folders: bool) -> in
         os.close(at)
 
 
-def put_file(folder: str, path: str, data: bytes) -> None:
+def put_file(folder: str, path: str, data: memoryview | bytes) -> None:
     """Write a file, making the folders above it."""
     descriptor = _open_below(folder, path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, make_folders=True)
-    with open(descriptor, "wb") as file:
-        file.write(data)
+    with open(descriptor, "wb", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view) :]
 
 
-def get_file(folder: str, path: str, max_bytes: int) -> bytes:
-    """Read a plain file of at most `max_bytes`."""
+def get_file(folder: str, path: str, buffer: memoryview) -> int:
+    """Read a plain file, which must be shorter than `buffer`; the number of its bytes."""
     descriptor = _open_below(folder, path, os.O_RDONLY, make_folders=False)
-    with open(descriptor, "rb") as file:
+    with open(descriptor, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise BoxPathError(f"box file: a plain file is due, got another kind at {path[:200]!r}; name a file")
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise BoxPathError(f"box file: at most {max_bytes} bytes are due, got more at {path[:200]!r}; raise max_bytes")
-    return data
+        filled = 0
+        while filled < len(buffer) and (count := file.readinto(buffer[filled:])):
+            filled += count
+    if filled == len(buffer):
+        limit = len(buffer) - 1
+        raise BoxPathError(f"box file: at most {limit} bytes are due, got more at {path[:200]!r}; raise max_bytes")
+    return filled
 
 
 def wipe(folders: tuple[str, ...]) -> bool:

@@ -35,7 +35,7 @@ def remove_folder(folder: str) -> None:
         os.waitpid(os.posix_spawnp("rm", ["rm", "-rf", "--", folder], os.environ), 0)
 
 
-def wall_off(folder: str, *, memory_bytes: int) -> AgentConfig:
+def wall_off(folder: str, *, memory_bytes: int, max_output_bytes: int) -> AgentConfig:
     """Confine this process, the agent of a box, and say how it confines each worker further."""
     # The worker's domain has no /proc, so the agent does it for both.
     offer_to_oom_killer()
@@ -52,6 +52,7 @@ def wall_off(folder: str, *, memory_bytes: int) -> AgentConfig:
     return AgentConfig(
         folders=(folder,),
         memory_bytes=memory_bytes,
+        max_output_bytes=max_output_bytes,
         owns_all=uid is not None,
         # /proc shows other processes: the agent needs it to find what to kill, the policy's code does not get it.
         confine_worker=lambda: landlock.restrict(read_only=system, writable=writable),

@@ -199,11 +199,7 @@ class LocalSandbox:
 
     def run_code(self, source: str, timeout_s: float) -> CodeResult:
         """Run a cell in the persistent interpreter."""
-        fields = {
-            "timeout_s": timeout_s,
-            "grace_s": _INTERRUPT_GRACE_S,
-            "max_output_bytes": self._spec.max_output_bytes,
-        }
+        fields = {"timeout_s": timeout_s, "grace_s": _INTERRUPT_GRACE_S}
         data = source.encode("utf-8", "surrogatepass")
         try:
             header, stdout = self._request("run", fields, data, timeout_s + _INTERRUPT_GRACE_S + _MARGIN_S)

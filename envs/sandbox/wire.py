@@ -163,7 +163,9 @@ _TAGS: Final[Mapping[str, Callable[[object, int, _Budget], object]]] = {
     "dict": _unpack_dict,
 }
 
-_FRAME: Final = struct.Struct("!II")
+FRAME: Final = struct.Struct("!II")
+"""Lengths of a frame's header and payload."""
+
 MAX_HEADER_BYTES: Final = 16 * 1024
 MAX_PAYLOAD_BYTES: Final = 64 * 1024 * 1024
 
@@ -174,8 +176,13 @@ class FrameError(ValueError):
 
 def pack_frame(header: Mapping[str, object], payload: bytes = b"") -> bytes:
     """One frame: two lengths (u32, big endian), a JSON object, the payload."""
+    return pack_head(header, len(payload)) + payload
+
+
+def pack_head(header: Mapping[str, object], payload_bytes: int) -> bytes:
+    """A frame without its payload."""
     text = json.dumps(header).encode()
-    return _FRAME.pack(len(text), len(payload)) + text + payload
+    return FRAME.pack(len(text), payload_bytes) + text
 
 
 class FrameReader:
@@ -190,15 +197,15 @@ class FrameReader:
 
     def take(self) -> tuple[dict[str, Any], bytes] | None:
         """The next whole frame, or `None` when more bytes are due. Raises `FrameError`."""
-        if len(self._buffer) < _FRAME.size:
+        if len(self._buffer) < FRAME.size:
             return None
-        header_bytes, payload_bytes = _FRAME.unpack_from(self._buffer)
+        header_bytes, payload_bytes = FRAME.unpack_from(self._buffer)
         if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
             raise FrameError(f"frame: lengths out of bounds, got {header_bytes} and {payload_bytes}; close the box")
-        body = _FRAME.size + header_bytes
+        body = FRAME.size + header_bytes
         if len(self._buffer) < body + payload_bytes:
             return None
-        text, payload = bytes(self._buffer[_FRAME.size : body]), bytes(self._buffer[body : body + payload_bytes])
+        text, payload = bytes(self._buffer[FRAME.size : body]), bytes(self._buffer[body : body + payload_bytes])
         del self._buffer[: body + payload_bytes]
         try:
             header = json.loads(text)

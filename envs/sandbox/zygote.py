@@ -172,7 +172,9 @@ def _become_box(request: dict[str, Any], connection: int, folder: str | None) ->
     if folder is None:
         config = _wall_off(request)
     else:
-        config = degraded.wall_off(folder, memory_bytes=request["memory_mb"] << 20)
+        config = degraded.wall_off(
+            folder, memory_bytes=request["memory_mb"] << 20, max_output_bytes=request["max_output_bytes"]
+        )
         # Where the user id is shared, so is the count that the limit on processes goes by.
         num_foreign = 0 if config.owns_all else degraded.count_tasks(os.geteuid())
     namespaces.die_with_parent()
@@ -205,7 +207,12 @@ def _wall_off(request: dict[str, Any]) -> agent.AgentConfig:
     if os.geteuid() == 0 and uid is not None:
         namespaces.become(uid)
     namespaces.drop_capabilities()
-    return agent.AgentConfig(folders=folders, memory_bytes=request["memory_mb"] << 20, owns_all=True)
+    return agent.AgentConfig(
+        folders=folders,
+        memory_bytes=request["memory_mb"] << 20,
+        max_output_bytes=request["max_output_bytes"],
+        owns_all=True,
+    )
 
 
 def _reap(folders: dict[int, str]) -> None:

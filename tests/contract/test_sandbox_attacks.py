@@ -38,7 +38,15 @@ def _make_zygote(backend):
     return Zygote(SandboxKind(kind), python=python_for_anybody(), user=NOBODY)
 
 
-@pytest.fixture(scope="module", params=["local", "local-unprivileged", "degraded", "degraded-unprivileged"])
+BACKENDS = [
+    "local",
+    "degraded",
+    pytest.param("local-unprivileged", marks=pytest.mark.slow),
+    pytest.param("degraded-unprivileged", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def pool(request):
     os.environ["SANDBOX_TEST_SECRET"] = CANARY
     try:
@@ -404,6 +412,43 @@ def test_a_folder_too_deep_to_wipe_costs_the_box_only(pool, box):
     box.run_code("import os\nfor _ in range(300):\n    os.mkdir('d' * 200); os.chdir('d' * 200)", LONG_S)
     box.reset()
     assert _facts(box, "print(json.dumps(os.listdir('.')))") == []
+
+
+def test_an_answer_finds_no_earlier_one_in_its_memory(pool, box):
+    # Put together in the box, so that the text searched for is in its memory only if it searches for the wrong thing.
+    head, tail = os.urandom(8).hex(), os.urandom(8).hex()
+    scan = f"""
+def f(_):
+    needle = "{head}".encode() + b"-" + "{tail}".encode()
+    own = bytearray(needle)
+    found = 0
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps.read().splitlines():
+            start, end = (int(number, 16) for number in line.split()[0].split("-"))
+            if " rw" in line and "[v" not in line:
+                memory.seek(start)
+                for _ in range(start, end, 1 << 20):
+                    found += (memory.read(min(1 << 20, end - memory.tell())) or b"").count(needle)
+    return found
+"""
+    if box.run_code("open('/proc/self/mem').close()", LONG_S).status is not ExecStatus.OK:
+        pytest.skip(f"{pool.report.kind.value}: code has no /proc to read its own memory with")
+    secret = f"{head}-{tail}"
+
+    def count():
+        assert box.load(scan, "f", LONG_S).status is CallStatus.RETURNED
+        return box.call((0,), LONG_S).value
+
+    clean = count()
+    assert clean >= 1  # the scan finds what the scanning function itself put together
+    box.put("file", secret.encode() * 50)
+    box.get("file")
+    box.run_code(f"print({secret!r} * 100)", LONG_S)
+    box.load(f"def f(x): return x + {secret!r} * 50", "f", LONG_S)
+    box.call((secret,), LONG_S)
+    assert count() == clean
+    box.reset()
+    assert count() == clean
 
 
 def test_forged_replies_of_the_interpreter_end_it(box):

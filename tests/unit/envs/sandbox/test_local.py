@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from envs.base import EnvError, SandboxLost
-from envs.sandbox import agent, boxfiles, wire, worker
+from envs.sandbox import agent, boxfiles, scratch, wire, worker
 from envs.sandbox.base import BoxFileError, CallStatus, ExecStatus, SandboxSpec
 from envs.sandbox.wire import BadValueError
 
@@ -150,7 +150,7 @@ def test_a_limit_that_leaves_no_room_is_refused(field):
         SandboxSpec(**{field: 1})
 
 
-@pytest.mark.parametrize("module", [agent, boxfiles, wire, worker], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [agent, boxfiles, scratch, wire, worker], ids=lambda module: module.__name__)
 def test_what_runs_in_a_box_needs_the_standard_library_alone(module):
     with open(module.__file__) as file:
         imports = [line.split()[1] for line in file if line.startswith(("import ", "from "))]
@@ -158,6 +158,7 @@ def test_what_runs_in_a_box_needs_the_standard_library_alone(module):
     assert {name.split(".")[0] for name in imports} <= known
     assert {name for name in imports if name.startswith("envs")} <= {
         "envs.sandbox",
+        "envs.sandbox.scratch",
         "envs.sandbox.wire",
         "envs.sandbox.worker",
     }
