@@ -19,6 +19,7 @@ from envs.registry import build_tasks
 from envs.sandbox.probe import probe
 from rewards.base import Reward
 from rewards.registry import build_reward
+from rl.algorithms.base import Algorithm
 from rl.algorithms.registry import build_algorithm
 from rl.checkpoint import Checkpoints, RunState
 from rl.cluster import ray_cluster
@@ -188,7 +189,7 @@ def _rounds(
         config=config,
         rollouts=Rollouts(config=config, tasks=tasks, pool=pool),
         reward=evaluator.reward,
-        algorithm=build_algorithm(config.algorithm),
+        algorithm=_algorithm(config),
         learners=learners,
         publisher=publisher,
         evaluator=evaluator,
@@ -239,8 +240,22 @@ def _learner_spec(config: RunConfig, plan: StartPlan, workers: WorkerPlan) -> Le
 
 def _reward(config: RunConfig) -> Reward:
     target = config.reward.target
-    custom = None if target is None else load_target(target, config.reward.params, "reward", given=3)
-    return build_reward(config.reward, custom)
+    return build_reward(
+        config.reward, None if target is None else load_target(target, config.reward.params, "reward", given=3)
+    )
+
+
+def _algorithm(config: RunConfig) -> Algorithm:
+    target = config.algorithm.target
+    return build_algorithm(
+        config.algorithm, None if target is None else load_target(target, config.algorithm.params, "algorithm")
+    )
+
+
+def _continue_command(rounds: int) -> str:
+    """The command line of this process, asking for more rounds."""
+    kept = [argument for argument in sys.argv[1:] if not argument.startswith("run.rounds=")]
+    return f"python -m rl.train {shlex.join([*kept, f'run.rounds={rounds}'])}"
 
 
 def _finish(config: RunConfig, folder: RunFolder, workers: WorkerPlan) -> RunResult:
@@ -250,8 +265,7 @@ def _finish(config: RunConfig, folder: RunFolder, workers: WorkerPlan) -> RunRes
     seconds = sum(row.values.get("time/round_s") or 0.0 for row in rows)
     rewards = [reward for row in rows if (reward := row.values.get("reward/total")) is not None]
     head, dirty = commit()
-    again = f"python -m rl.train {shlex.join(sys.argv[1:])}".strip()
-    more = f"{again} run.rounds={config.run.rounds + 10}"
+    more = _continue_command(config.run.rounds + 10)
     report = write_report(
         folder.path,
         facts=RunFacts(

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import ray
 
 from rl.config import ClusterConfig
+from rl.reaper import Reaper
 from rl.run_folder import remove_dead_folders, short_temp_folder
 
 
@@ -29,6 +30,7 @@ def ray_cluster(config: ClusterConfig, *, num_cpus: int) -> Iterator[None]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     remove_dead_folders()
     folder = short_temp_folder()
+    reaper = Reaper(folder)
     try:
         if config.address is None:
             ray.init(
@@ -47,6 +49,7 @@ def ray_cluster(config: ClusterConfig, *, num_cpus: int) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+        reaper.dismiss()
 
 
 def _require_cpus(num_cpus: int) -> None:

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 
 from envs.base import TaskSource
 from model.checkpoint import load_model, save_model
@@ -168,6 +168,7 @@ def _demonstrations(
     config: RunConfig, work: Path, tasks: TaskSource, pool: RolloutPool, progress: Progress
 ) -> list[TrainSample]:
     """Episodes of the scripted solver as samples; kept on disk, so that a killed warm start does not repeat them."""
+    disable_progress_bars()  # `progress` is the one display
     folder = work / "demonstrations"
     if not folder.is_dir():
         progress.stage("warm start: running the scripted solver's episodes")

@@ -1,0 +1,127 @@
+"""Kill -9 the driver in every stage: nothing is left behind, and the same command ends where an undisturbed run ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+GONE_WITHIN_S = 15.0
+UNREPEATABLE = ("time/", "tokens_per_s")
+
+SMALL = [
+    "+experiment=coding",
+    "run.rounds=4",
+    "run.checkpoint_every=2",
+    "run.eval_every=3",
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.expert_hidden_size=64",
+    "rollout.prompts_per_round=3",
+    "rollout.group_size=4",
+    "evaluation.num_tasks=8",
+    "evaluation.during_num_tasks=4",
+    "warm_start.num_demonstrations=96",
+    "warm_start.steps=12",
+    "warm_start.warmup_steps=4",
+    "warm_start.batch_size=16",
+    "warm_start.checkpoint_every=4",
+    "reward=custom",
+    "reward.target=tests.integration.dense_reward:answer_length",
+    "logging.wandb=offline",
+]
+
+
+def command(folder: Path, *, kill: tuple[str, int] | None = None) -> list[str]:
+    arguments = [*SMALL, f"run.root={folder}", f"warm_start.cache={folder}/warm"]
+    if kill is None:
+        return [sys.executable, "-m", "rl.train", *arguments]
+    return [sys.executable, "-m", "tests.integration.kill_at", kill[0], str(kill[1]), "--", *arguments]
+
+
+def start(argv: list[str], marker: str) -> subprocess.Popen[str]:
+    """The run, with a marker in the environment that every process it starts inherits (sandboxes clear theirs)."""
+    environ = {**os.environ, "RL_TEST_MARKER": marker}
+    return subprocess.Popen(
+        argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def run_to_the_end(folder: Path) -> str:
+    done = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def outcome(folder: Path) -> dict[str, object]:
+    """What a run computed: every repeatable metric of every round, and the bytes of its last checkpoint."""
+    run = folder / "coding"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in row.items() if not k.startswith(UNREPEATABLE)} for row in rows]
+    last = max((run / "checkpoints").glob("round-*"))
+    files = {
+        name: hashlib.sha256((last / name).read_bytes()).hexdigest()
+        for name in ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
+    }
+    after = json.loads((run / "held_out_after.json").read_text())
+    episodes = [[turn["answer"] for turn in episode["turns"]] for episode in after["episodes"]]
+    return {"rows": kept, "files": files, "answers": episodes}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run_to_the_end(folder)
+    result = outcome(folder)
+    rows = result["rows"]
+    assert isinstance(rows, list)
+    assert [row["round"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(row["codes_changed_frac"] > 0 for row in rows[1:]), "the control: every round trains"
+    return result
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [("demonstrations", 1), ("warm_start", 7), ("rollout", 3), ("update", 3), ("publish", 4), ("checkpoint", 3)],
+)
+def test_killed_run_resumes_and_ends_equal(
+    stage: str, number: int, undisturbed: dict[str, object], tmp_path: Path
+) -> None:
+    process = start(command(tmp_path, kill=(stage, number)), marker=f"{stage}-{os.getpid()}")
+    seen: dict[int, psutil.Process] = {}
+    deadline = time.monotonic() + 180
+    while process.poll() is None:
+        assert time.monotonic() < deadline, "the run was not killed in its stage"
+        seen |= {child.pid: child for child in descendants(process.pid)}
+        time.sleep(0.2)
+    assert process.returncode == -9, process.stdout.read() if process.stdout else ""
+    assert len(seen) >= 5, "the control: Ray, workers and sandboxes were seen running"
+    killed_at = time.monotonic()
+    alive = [each for each in seen.values() if each.is_running()]
+    while alive and time.monotonic() < killed_at + GONE_WITHIN_S:
+        time.sleep(0.2)
+        alive = [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, f"left after {GONE_WITHIN_S} s: {alive}"
+
+    run_to_the_end(tmp_path)
+    assert outcome(tmp_path) == undisturbed
+    leftovers = [path for path in Path("/tmp").glob("rl-*") if (path / "owner.json").is_file()]
+    assert not [p for p in leftovers if json.loads((p / "owner.json").read_text())["pid"] == process.pid]
