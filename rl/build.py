@@ -239,17 +239,15 @@ def _learner_spec(config: RunConfig, plan: StartPlan, workers: WorkerPlan) -> Le
 
 
 def _reward(config: RunConfig) -> Reward:
-    target = config.reward.target
-    return build_reward(
-        config.reward, None if target is None else load_target(target, config.reward.params, "reward", given=3)
-    )
+    target, params = config.reward.target, config.reward.params
+    custom = None if target is None else load_target(target, params, "reward", given=3)
+    return build_reward(config.reward, custom)
 
 
 def _algorithm(config: RunConfig) -> Algorithm:
-    target = config.algorithm.target
-    return build_algorithm(
-        config.algorithm, None if target is None else load_target(target, config.algorithm.params, "algorithm")
-    )
+    target, params = config.algorithm.target, config.algorithm.params
+    custom = None if target is None else load_target(target, params, "algorithm")
+    return build_algorithm(config.algorithm, custom)
 
 
 def _continue_command(rounds: int) -> str:

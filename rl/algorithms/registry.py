@@ -1,7 +1,7 @@
-"""The algorithms by name. A new one: a file here, a line in `BUILDERS`; a user's own: `algorithm=custom`.
+"""The algorithms by name. A new one: a file here and a line in `BUILDERS`.
 
-# my_pkg/my_algorithm.py: any class with `advantages` and `token_loss` (rl.algorithms.base.Algorithm)
-python -m rl.train +experiment=coding algorithm=custom algorithm.target=my_pkg.my_algorithm:Mine
+A user's own needs neither: `algorithm=custom algorithm.target=my_pkg.my_algorithm:Mine`, where the target is any class
+with the two methods of `rl.algorithms.base.Algorithm`, made with `algorithm.params`.
 """
 
 from __future__ import annotations

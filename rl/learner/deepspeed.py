@@ -100,22 +100,25 @@ class DeepSpeedEngine:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         optimizer = self._engine.optimizer
-        if num_steps:
-            # AdamW creates its state in the first step; here it must exist before, and DeepSpeed must link to it.
+        has_state = num_steps > 0 or self._num_steps() > 0
+        if has_state:
+            # AdamW creates its state in the first step; here it must exist before, and DeepSpeed must link to it. It
+            # links once, so state that exists already is written in place.
             for group in optimizer.optimizer.param_groups:
                 for flat in group["params"]:
-                    optimizer.optimizer.state[flat] = {
-                        "step": torch.tensor(float(num_steps)),
-                        **{moment: torch.zeros_like(flat) for moment in MOMENTS},
-                    }
+                    state = optimizer.optimizer.state[flat]
+                    for moment in MOMENTS:
+                        state.setdefault(moment, torch.zeros_like(flat))
+                    state.setdefault("step", torch.tensor(0.0)).fill_(num_steps)
             optimizer._lazy_init_hp_params_optimizer_state()
         with torch.no_grad():
             for name, parameter in self._masters.items():
                 parameter.copy_(masters[name])
                 safe_set_full_fp32_param(parameter, masters[name])
-                if num_steps:
+                if has_state:
                     for moment in MOMENTS:
-                        safe_set_full_optimizer_state(parameter, moments[f"{moment}/{name}"], moment)
+                        value = moments[f"{moment}/{name}"] if num_steps else torch.zeros_like(parameter)
+                        safe_set_full_optimizer_state(parameter, value, moment)
 
     def close(self) -> None:
         """Leave the process group."""
