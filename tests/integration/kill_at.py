@@ -1,6 +1,6 @@
-"""`python -m tests.integration.kill_at STAGE NUMBER -- <overrides>`: rl.train, which kills itself (SIGKILL) in a stage.
+"""rl.train, killing itself (SIGKILL) in a stage: `python -m tests.integration.kill_at STAGE NUMBER -- <overrides>`.
 
-The kill comes from inside the driver in the middle of the stage: after its remote calls were sent, before they are done.
+The kill comes from inside the driver, in the middle of the stage: its remote calls were sent and are not done.
 """
 
 from __future__ import annotations

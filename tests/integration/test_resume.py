@@ -1,4 +1,4 @@
-"""Kill -9 the driver in every stage: nothing is left behind, and the same command ends where an undisturbed run ends."""
+"""Kill -9 the driver in every stage: nothing is left, and the same command ends where an undisturbed run ends."""
 
 from __future__ import annotations
 
