@@ -38,10 +38,10 @@ from rl.recorder import Recorder
 from rl.report import EPISODE_COLUMNS, HeldOut, RunFacts, episode_rows, machine_facts, write_report
 from rl.rollouts import Rollouts, task_limits
 from rl.run_folder import RunFolder, RunResult, commit, plain
-from rl.sft import TOKENIZER_FILE, StartPlan, plan_start, warm_start
 from rl.tracking import Tracker, new_run_id, resolve_mode
+from rl.warm_start import StartPlan, plan_start, warm_start
 from rollout.pool import RolloutPool
-from rollout.tokenizer import load_tokenizer
+from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer
 from rollout.types import WeightVersion
 from rollout.worker import WorkerSpec
 

@@ -28,7 +28,7 @@ from rl.learner.group import LearnerGroup
 from rl.publish import Publisher
 from rl.recorder import Recorder, RoundFacts
 from rl.rollouts import Rollouts
-from rl.sft import TOKENIZER_FILE
+from rollout.tokenizer import TOKENIZER_FILE
 from rollout.types import WeightVersion
 
 

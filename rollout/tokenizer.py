@@ -12,6 +12,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+TOKENIZER_FILE = "tokenizer.json"
+"""Its name in a model folder."""
+
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be trained, or a file that is not one of ours."""

@@ -199,7 +199,7 @@ class _Totals:
         self._sums["router_z"] += router_z_loss
         self._sums["clipped"] += float(clipped_R.sum())
         # The k3 estimator of KL(behavior || policy), never negative (Schulman 2020).
-        self._sums["kl"] += float((log_ratio_R.exp() - 1 - log_ratio_R).sum())
+        self._sums["kl"] += float((log_ratio_R.expm1() - log_ratio_R).sum())
         num_experts = out.router_logits_TE[0].shape[-1]
         counts_LE = np.stack(
             [np.bincount(layer.reshape(-1), minlength=num_experts) for layer in out.routes_TLK.numpy().swapaxes(0, 1)]

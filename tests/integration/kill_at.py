@@ -51,7 +51,7 @@ def die_after(owner: Any, method: str, number: int) -> None:
 def arm(stage: str, number: int) -> None:
     import rl.publish
     import rl.rollouts
-    import rl.sft
+    import rl.warm_start
     from rl.learner.group import LearnerGroup
     from rollout.pool import RolloutPool
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl import sft
+from rl import warm_start
 from rl.config import RunConfig
 
 
 def indices(step: int, *, seed: int = 0, batch_size: int = 4, num_samples: int = 10) -> list[int]:
-    return sft._batch_indices(seed, step, batch_size, num_samples)
+    return warm_start._batch_indices(seed, step, batch_size, num_samples)
 
 
 @pytest.mark.parametrize(("batch_size", "num_samples"), [(4, 10), (5, 10), (10, 10), (25, 10), (1, 3)])
@@ -35,14 +35,14 @@ def test_the_learning_rate_rises_then_falls_to_its_floor():
     config = RunConfig()
     settings = config.warm_start
     settings.lr, settings.lr_end_frac, settings.steps, settings.warmup_steps = 8.0, 0.25, 16, 4
-    rates = [sft._learning_rate(config, step) for step in range(16)]
+    rates = [warm_start._learning_rate(config, step) for step in range(16)]
     rise = [0.25, 0.5, 0.75] + [1.0] * 13
     fall = [max(0.25, 1 - step / 16) for step in range(16)]
     np.testing.assert_allclose(rates, [8.0 * r * f for r, f in zip(rise, fall, strict=True)])
     assert rates[-1] == 2.0
     assert min(rates) > 0
     settings.warmup_steps = 0
-    assert sft._learning_rate(config, 0) == 8.0
+    assert warm_start._learning_rate(config, 0) == 8.0
 
 
 def set_value(config: RunConfig, key: str, value: Any) -> RunConfig:
@@ -82,7 +82,7 @@ def set_value(config: RunConfig, key: str, value: Any) -> RunConfig:
     ],
 )
 def test_the_fingerprint_follows_what_the_start_depends_on(key: str, value: Any):
-    assert sft._fingerprint(set_value(RunConfig(), key, value)) != sft._fingerprint(RunConfig())
+    assert warm_start._fingerprint(set_value(RunConfig(), key, value)) != warm_start._fingerprint(RunConfig())
 
 
 @pytest.mark.parametrize(
@@ -101,35 +101,35 @@ def test_the_fingerprint_follows_what_the_start_depends_on(key: str, value: Any)
     ],
 )
 def test_the_fingerprint_ignores_where_things_are_and_what_comes_later(key: str, value: Any):
-    assert sft._fingerprint(set_value(RunConfig(), key, value)) == sft._fingerprint(RunConfig())
+    assert warm_start._fingerprint(set_value(RunConfig(), key, value)) == warm_start._fingerprint(RunConfig())
 
 
 def test_the_fingerprint_follows_the_content_of_the_data_and_the_recipe(tmp_path: Path, monkeypatch):
     def of(name: str, text: str) -> str:
         (tmp_path / name).write_text(text)
-        return sft._fingerprint(set_value(RunConfig(), "env.dataset", str(tmp_path / name)))
+        return warm_start._fingerprint(set_value(RunConfig(), "env.dataset", str(tmp_path / name)))
 
     assert of("a.jsonl", "one") == of("b.jsonl", "one")
     assert of("a.jsonl", "one") != of("a.jsonl", "two")
-    before = sft._fingerprint(RunConfig())
-    monkeypatch.setattr(sft, "_RECIPE_VERSION", sft._RECIPE_VERSION + 1)
-    assert sft._fingerprint(RunConfig()) != before
+    before = warm_start._fingerprint(RunConfig())
+    monkeypatch.setattr(warm_start, "_RECIPE_VERSION", warm_start._RECIPE_VERSION + 1)
+    assert warm_start._fingerprint(RunConfig()) != before
 
 
 def test_every_setting_of_the_warm_start_is_in_the_fingerprint_or_free():
     names = {field.name for field in dataclasses.fields(RunConfig().warm_start)}
-    assert names >= sft._FREE
-    for name in names - sft._FREE:
+    assert names >= warm_start._FREE
+    for name in names - warm_start._FREE:
         value = getattr(RunConfig().warm_start, name)
         changed = set_value(RunConfig(), f"warm_start.{name}", value + 1)
-        assert sft._fingerprint(changed) != sft._fingerprint(RunConfig()), name
+        assert warm_start._fingerprint(changed) != warm_start._fingerprint(RunConfig()), name
 
 
 def test_a_demonstration_is_stored_as_ids_and_targets(hand):
     trajectory = hand.trajectory(hand.segment((1, 2), ((), (20, 21)), ((7,), (30,))), passed=4)
-    row = sft._row(trajectory)
+    row = warm_start._row(trajectory)
     assert row == {"ids": [1, 2, 20, 21, 7, 30], "targets": [2, 3, 5]}
-    sample = sft._sample(12, row)
+    sample = warm_start._sample(12, row)
     assert (sample.key, sample.ids_T.tolist(), sample.targets_R.tolist()) == ("000012", row["ids"], row["targets"])
     assert sample.trained
     assert sample.temperature == 1.0

@@ -1,0 +1,276 @@
+"""The warm start: supervised fine-tuning on demonstrations, cached by a hash of everything it depends on.
+
+No weights can be assumed, so a run starts from a tokenizer trained on the environment's corpus and a policy fitted to
+the episodes of the environment's scripted solver. `python -m rl.sft +experiment=coding` makes the start alone; a run
+makes it when it is not in the cache. Killed half-way, it goes on from its last checkpoint.
+
+    corpus -> tokenizer -> demonstration episodes (rollout workers, real environment) -> fit -> model folder
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, disable_progress_bars
+
+from envs.base import TaskSource
+from model.checkpoint import load_model, save_model
+from model.config import ModelConfig
+from model.transformer import Transformer, init_weights
+from rl.batch import TrainSample, sample_from_segment
+from rl.checkpoint import publish_folder, seal, verify_seal
+from rl.config import RunConfig
+from rl.learner.deepspeed import OptimizerSettings
+from rl.learner.group import LearnerGroup
+from rl.learner.learner import LearnerSpec
+from rl.progress import Progress
+from rollout.pool import RolloutPool
+from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
+from rollout.types import Trajectory
+
+_RECIPE_VERSION = 1
+"""Raised when the same settings give another result: old cache entries are then not used."""
+
+_FREE = {"cache", "checkpoint", "checkpoint_every"}
+
+
+class WarmStartError(ValueError):
+    """A warm start that cannot be made or used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPlan:
+    """Where the start is, or will be, and what the rollout workers need to know of it before it exists."""
+
+    folder: Path
+    tokenizer_json: str
+    model: ModelConfig
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the start was made already."""
+        return self.folder.is_dir()
+
+    @property
+    def work(self) -> Path:
+        """Where an unfinished start is kept."""
+        return self.folder.with_name(f".{self.folder.name}.partial")
+
+
+def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
+    """Find the start of a run, and train its tokenizer when it is not made yet.
+
+    Raises:
+        WarmStartError: `warm_start.checkpoint` is not a model folder with a tokenizer, or of another model.
+    """
+    if config.warm_start.checkpoint is not None:
+        return _given_start(config, Path(config.warm_start.checkpoint))
+    folder = Path(config.warm_start.cache) / _fingerprint(config)
+    if folder.is_dir():
+        verify_seal(folder)
+        tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+    else:
+        tokenizer = train_tokenizer(tasks.corpus(), config.warm_start.tokenizer_vocab_size)
+    model = dataclasses.replace(config.model, vocab_size=tokenizer.get_vocab_size())
+    return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model)
+
+
+def warm_start(
+    config: RunConfig, plan: StartPlan, tasks: TaskSource, pool: RolloutPool, num_threads: int, progress: Progress
+) -> None:
+    """Make the start that `plan` names, or go on making it. Does nothing when it is ready."""
+    with _locked(plan.folder):
+        if plan.is_ready:
+            progress.say(f"warm start: taken from the cache, {plan.folder}")
+            return
+        work = plan.work
+        work.mkdir(parents=True, exist_ok=True)
+        (work / TOKENIZER_FILE).write_text(plan.tokenizer_json)
+        samples = _demonstrations(config, work, tasks, pool, progress)
+        _fit(config, plan, work, samples, num_threads, progress)
+        publish_folder(work / "start", plan.folder)
+        shutil.rmtree(work)
+
+
+def _fit(
+    config: RunConfig, plan: StartPlan, work: Path, samples: list[TrainSample], num_threads: int, progress: Progress
+) -> None:
+    """Maximum likelihood on `samples`; a checkpoint every few steps, the sealed result in `work/start`."""
+    settings = config.warm_start
+    initial = work / "initial"
+    if not initial.is_dir():
+        staging = _fresh(work / ".initial")
+        transformer = Transformer(plan.model)
+        init_weights(transformer, config.run.seed)
+        save_model(staging, plan.model, dict(transformer.named_parameters()), {})
+        seal(staging)
+        publish_folder(staging, initial)
+    spec = LearnerSpec(
+        model=plan.model,
+        optimizer=OptimizerSettings(
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=config.learner.max_grad_norm,
+            zero_stage=config.learner.zero_stage,
+        ),
+        start=initial.resolve(),
+        num_threads=num_threads,
+        micro_batch_tokens=config.learner.micro_batch_tokens,
+        load_balance_coef=config.algorithm.load_balance_coef,
+        router_z_coef=config.algorithm.router_z_coef,
+    )
+    progress.stage("warm start: building the learner")
+    with LearnerGroup(spec, num_ranks=1, deadline_s=config.learner.call_deadline_s) as learner:
+        first = 0
+        saved = max(work.glob("step-*"), default=None)
+        if saved is not None:
+            verify_seal(saved)
+            learner.load(saved.resolve())
+            first = int(saved.name.removeprefix("step-"))
+            progress.say(f"warm start: going on after step {first}")
+        progress.phase("warm start", settings.steps, done=first, every_row=False)
+        for step in range(first, settings.steps):
+            batch = [samples[i] for i in _batch_indices(config.run.seed, step, settings.batch_size, len(samples))]
+            loss = learner.fit(batch, _learning_rate(config, step))
+            progress.advance(loss=loss)
+            if (step + 1) % settings.checkpoint_every == 0 and step + 1 < settings.steps:
+                _save(learner, work, f"step-{step + 1:06d}")
+        progress.end_phase()
+        _save(learner, work, "start", tokenizer=work / TOKENIZER_FILE)
+
+
+def _save(learner: LearnerGroup, work: Path, name: str, tokenizer: Path | None = None) -> None:
+    staging = _fresh(work / f".{name}")
+    learner.save(staging.resolve())
+    if tokenizer is not None:
+        shutil.copy(tokenizer, staging / TOKENIZER_FILE)
+    seal(staging)
+    publish_folder(staging, work / name)
+    for older in work.glob("step-*"):
+        if older.name != name:
+            shutil.rmtree(older)
+
+
+def _demonstrations(
+    config: RunConfig, work: Path, tasks: TaskSource, pool: RolloutPool, progress: Progress
+) -> list[TrainSample]:
+    """Episodes of the scripted solver as samples; kept on disk, so that a killed warm start does not repeat them."""
+    disable_progress_bars()  # `progress` is the one display
+    folder = work / "demonstrations"
+    if not folder.is_dir():
+        progress.stage("warm start: running the scripted solver's episodes")
+        scripts = list(islice(tasks.demonstrations(config.run.seed), config.warm_start.num_demonstrations))
+        if len(scripts) < config.warm_start.num_demonstrations:
+            raise WarmStartError(
+                f"warm_start.num_demonstrations: the environment must demonstrate that many, got {len(scripts)} of "
+                f"{config.warm_start.num_demonstrations}; lower it, or give the tasks solutions"
+            )
+        trajectories = pool.demonstrate(
+            scripts,
+            max_tokens_per_turn=config.env.max_tokens_per_turn,
+            max_context_tokens=config.env.max_context_tokens,
+        )
+        broken = [trajectory for trajectory in trajectories if trajectory.failure is not None]
+        if broken:
+            raise WarmStartError(
+                f"warm start: every demonstration must run, got {len(broken)} of {len(trajectories)} failed, first: "
+                f"{broken[0].evidence.reason.strip().splitlines()[-1]}; fix the environment and run again"
+            )
+        solved = sum(trajectory.evidence.hidden.all_passed for trajectory in trajectories)
+        progress.say(f"warm start: {len(trajectories)} demonstrations, {solved / len(trajectories):.1%} of them right")
+        staging = work / ".demonstrations"
+        shutil.rmtree(staging, ignore_errors=True)
+        Dataset.from_list([_row(trajectory) for trajectory in trajectories]).save_to_disk(str(staging))
+        staging.rename(folder)
+    stored = Dataset.load_from_disk(str(folder))
+    return [_sample(index, row) for index, row in enumerate(stored.to_list())]
+
+
+def _row(trajectory: Trajectory) -> dict[str, list[int]]:
+    sample = sample_from_segment(trajectory.segments[0], key="", advantage=0.0, trained=True)
+    return {"ids": sample.ids_T.tolist(), "targets": sample.targets_R.tolist()}
+
+
+def _sample(index: int, row: dict[str, list[int]]) -> TrainSample:
+    targets_R = np.array(row["targets"], dtype=np.int64)
+    zeros_R = np.zeros(len(targets_R), dtype=np.float32)
+    return TrainSample(
+        key=f"{index:06d}",
+        ids_T=np.array(row["ids"], dtype=np.int64),
+        targets_R=targets_R,
+        behavior_logprobs_R=zeros_R,
+        advantages_R=zeros_R,
+        routes_TLK=np.zeros((0, 0, 0), dtype=np.uint8),
+        weight_version=-1,
+        trained=True,
+    )
+
+
+def _batch_indices(seed: int, step: int, batch_size: int, num_samples: int) -> list[int]:
+    """Which samples step `step` trains on: a reshuffled pass after the other, a function of the seed and the step."""
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    epochs = range(positions[0] // num_samples, positions[-1] // num_samples + 1)
+    orders = {epoch: np.random.default_rng((seed, epoch)).permutation(num_samples) for epoch in epochs}
+    return [int(orders[position // num_samples][position % num_samples]) for position in positions]
+
+
+def _learning_rate(config: RunConfig, step: int) -> float:
+    """Linear warm-up, then a linear fall to `lr_end_frac` of the peak."""
+    settings = config.warm_start
+    rise = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+    return settings.lr * rise * max(settings.lr_end_frac, 1 - step / settings.steps)
+
+
+def _fingerprint(config: RunConfig) -> str:
+    """A hash of what the start depends on."""
+    settings = {k: v for k, v in dataclasses.asdict(config.warm_start).items() if k not in _FREE}
+    env = config.env
+    dataset = hashlib.blake2b(Path(env.dataset).read_bytes()).hexdigest() if env.dataset is not None else None
+    parts = {
+        "recipe": _RECIPE_VERSION,
+        "seed": config.run.seed,
+        "warm_start": settings,
+        "model": dataclasses.asdict(config.model),
+        "env": [env.name, env.target, env.params, dataset, env.max_turns, env.max_tokens_per_turn,
+                env.max_context_tokens, env.num_visible_checks, env.num_hidden_checks],
+        "learner": [config.learner.max_grad_norm, config.learner.zero_stage, config.learner.micro_batch_tokens],
+        "router": [config.algorithm.load_balance_coef, config.algorithm.router_z_coef],
+    }  # fmt: skip
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _given_start(config: RunConfig, folder: Path) -> StartPlan:
+    tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+    stored = load_model(folder).config
+    model = dataclasses.replace(config.model, vocab_size=tokenizer.get_vocab_size())
+    if stored != model:
+        raise WarmStartError(
+            f"warm_start.checkpoint: must be of the configured model, got {stored} in {folder}; set model.* to match"
+        )
+    return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process makes a start at a time; another waits for it and then finds it made."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
