@@ -80,5 +80,35 @@ def test_the_registry_builds_what_the_configuration_says():
     ratio, ones = torch.tensor([0.1, 9.0]), torch.ones(2)
     assert algorithm.token_loss(ratio.log(), torch.zeros(2), ones).loss_R.tolist() == pytest.approx([-0.1, -2.0])
     assert algorithm.token_loss(ratio.log(), torch.zeros(2), -ones).loss_R.tolist() == pytest.approx([0.5, 9.0])
-    with pytest.raises(AlgorithmError, match=r"^algorithm\.name: no such algorithm, got 'grop'; choose one of grpo$"):
+    with pytest.raises(
+        AlgorithmError, match=r"^algorithm\.name: no such algorithm, got 'grop'; choose one of grpo, custom$"
+    ):
         build_algorithm(dataclasses.replace(config, name="grop"))
+
+
+class Mine:
+    """A user's own algorithm: any class with the two methods."""
+
+    def __init__(self, *, scale: float):
+        self.scale = scale
+
+    def advantages(self, rewards_G: np.ndarray) -> np.ndarray | None:
+        return self.scale * rewards_G
+
+    def token_loss(
+        self, policy_logprobs_R: torch.Tensor, behavior_logprobs_R: torch.Tensor, advantages_R: torch.Tensor
+    ):
+        raise NotImplementedError
+
+
+def test_a_users_own_algorithm_is_made_with_its_parameters():
+    config = AlgorithmConfig(name="custom", target="my_pkg:Mine", params={"scale": 3.0})
+    np.testing.assert_array_equal(build_algorithm(config, Mine).advantages(np.array([2.0])), [6.0])
+    with pytest.raises(AlgorithmError, match=r"^algorithm\.target: missing, got algorithm\.name=custom alone; "):
+        build_algorithm(config)
+
+
+@pytest.mark.parametrize("extra", [{"target": "my_pkg:Mine"}, {"params": {"scale": 3.0}}])
+def test_parameters_of_no_custom_algorithm_are_not_dropped_silently(extra):
+    with pytest.raises(AlgorithmError, match=r"belong to algorithm\.name=custom, got them with 'grpo'"):
+        build_algorithm(AlgorithmConfig(**extra))
