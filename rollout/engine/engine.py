@@ -154,11 +154,12 @@ class Engine:
         uniforms_N = counter_uniform(np.array([row.request.seed for row in batch], dtype=np.uint64), positions_N)
         temperatures_N = torch.tensor([row.request.params.temperature for row in batch])
         ids_N, logprobs_N = choose(logits_NV, temperatures_N, torch.from_numpy(uniforms_N))
-        for row, logprob in zip(batch, logprobs_N.tolist(), strict=True):
+        logprobs = logprobs_N.tolist()
+        for row, logprob in zip(batch, logprobs, strict=True):
             if row.finish is None and not math.isfinite(logprob):
                 raise EngineError(
                     f"engine: logprobs must be finite, got {logprob} in session {row.request.session} with weights "
                     f"{self._version} at temperature {row.request.params.temperature}; look for NaN or huge values in "
                     "the published weights"
                 )
-        return ids_N.tolist(), logprobs_N.tolist()
+        return ids_N.tolist(), logprobs
