@@ -21,13 +21,18 @@ from rollout.types import WeightVersion
 
 
 class LearnerGroupError(RuntimeError):
-    """A rank died or did not answer in time."""
+    """A rank died or did not answer in time, or there are more ranks than can work together."""
 
 
 class LearnerGroup:
     """`num_ranks` learner actors. Use as a context manager: leaving it ends their processes."""
 
     def __init__(self, spec: LearnerSpec, *, num_ranks: int, deadline_s: float):
+        if num_ranks != 1:
+            raise LearnerGroupError(
+                f"learner.num_ranks: only rank 0 is called and more would wait for each other, "
+                f"got {num_ranks}; set it to 1"
+            )
         self._deadline_s = deadline_s
         actor_class: Any = LearnerActor  # Ray's decorator hides the class from the type checker
         self._actors: list[Any] = [actor_class.options(num_cpus=1).remote(spec) for _ in range(num_ranks)]

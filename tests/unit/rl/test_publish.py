@@ -131,3 +131,11 @@ def test_a_worker_that_holds_a_nan_or_lacks_a_tensor_differs_without_bound():
     assert differences["model.norm.weight"] == differences["model.embed_tokens.weight"] == float("inf")
     assert differences["model.layers.0.mlp.router.weight"] == pytest.approx(0.5)
     assert torch.isfinite(policy._views["model.norm.weight"]).all()  # the comparison wrote nothing
+
+
+def test_a_learner_of_more_ranks_than_are_called_is_refused_before_anything_starts():
+    from rl.learner.group import LearnerGroup, LearnerGroupError
+
+    spec: Any = None
+    with pytest.raises(LearnerGroupError, match=r"^learner\.num_ranks: only rank 0 is called, .*, got 2; set it to 1$"):
+        LearnerGroup(spec, num_ranks=2, deadline_s=1.0)
