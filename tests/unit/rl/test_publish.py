@@ -137,5 +137,5 @@ def test_a_learner_of_more_ranks_than_are_called_is_refused_before_anything_star
     from rl.learner.group import LearnerGroup, LearnerGroupError
 
     spec: Any = None
-    with pytest.raises(LearnerGroupError, match=r"^learner\.num_ranks: only rank 0 is called and .*, got 2; set it to 1$"):
+    with pytest.raises(LearnerGroupError, match=r"^learner\.num_ranks: only rank 0 is called .*, got 2; set it to 1$"):
         LearnerGroup(spec, num_ranks=2, deadline_s=1.0)
