@@ -32,6 +32,7 @@ from rl.learner.group import LearnerGroup
 from rl.learner.learner import LearnerSpec
 from rl.loop import Parts, train
 from rl.metrics import METRICS_FILE, MetricsLog, read_metrics
+from rl.parity import bounds_for
 from rl.progress import Progress, closing_lines
 from rl.publish import Publisher
 from rl.recorder import Recorder
@@ -151,8 +152,10 @@ def _rounds(
             deadline_s=config.learner.call_deadline_s,
         )
     )
-    publisher = Publisher(learners, pool, config.parity)
+    publisher = Publisher(learners, pool, bounds_for(config.parity, config.model.compute_dtype))
+    rollouts = Rollouts(config=config, tasks=tasks, pool=pool)
     if start.state is not None:
+        rollouts.check_cursor(start.state)
         learners.load(start.plan.folder.resolve())
         progress.say(f"resuming before round {start.first_round}, from {start.plan.folder}")
     publisher.publish(WeightVersion(0 if start.state is None else start.state.weight_version))
@@ -187,7 +190,7 @@ def _rounds(
     )
     parts = Parts(
         config=config,
-        rollouts=Rollouts(config=config, tasks=tasks, pool=pool),
+        rollouts=rollouts,
         reward=evaluator.reward,
         algorithm=_algorithm(config),
         learners=learners,
@@ -263,6 +266,7 @@ def _finish(config: RunConfig, folder: RunFolder, workers: WorkerPlan) -> RunRes
     seconds = sum(row.values.get("time/round_s") or 0.0 for row in rows)
     rewards = [reward for row in rows if (reward := row.values.get("reward/total")) is not None]
     head, dirty = commit()
+    bounds = bounds_for(config.parity, config.model.compute_dtype)
     more = _continue_command(config.run.rounds + 10)
     report = write_report(
         folder.path,
@@ -277,8 +281,8 @@ def _finish(config: RunConfig, folder: RunFolder, workers: WorkerPlan) -> RunRes
         ),
         before=before,
         after=after,
-        parity_mean_bound_nats=config.parity.mean_abs_nats,
-        parity_max_bound_nats=config.parity.max_abs_nats,
+        parity_mean_bound_nats=bounds.mean_abs_nats,
+        parity_max_bound_nats=bounds.max_abs_nats,
     )
     result = RunResult(
         rounds=config.run.rounds,

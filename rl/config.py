@@ -79,14 +79,12 @@ class WarmStartSection:
 class ParitySection:
     """Bounds of the parity gate: behavior against policy logprobs before the update, in nats.
 
-    fp32: both sides sum the same products in another order, so the difference is a few fp32 roundings of the logits
-    (2^-24 relative, logits below 32, some 10 layers of sums): 1e-5 on average. A near-tie in a router that falls the
-    other way changes the experts of a token; such tokens are counted, and their sequences left out of `max_abs`.
+    `None` takes the bound of the compute dtype, with its derivation, from `rl.parity`.
     """
 
-    mean_abs_nats: float = 1e-5
-    max_abs_nats: float = 1e-3
-    max_flipped_frac: float = 1e-4
+    mean_abs_nats: float | None = None
+    max_abs_nats: float | None = None
+    max_flipped_frac: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)

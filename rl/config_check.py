@@ -255,11 +255,14 @@ def _at_odds(config: RunConfig) -> Iterator[str]:
             f"reward.max_turn_penalty: a solved task must never be worth less than an unsolved one, so at most "
             f"reward.solved_weight={config.reward.solved_weight}, got {config.reward.max_turn_penalty}; lower it"
         )
-    if config.parity.mean_abs_nats > config.parity.max_abs_nats:
+    mean, largest = config.parity.mean_abs_nats, config.parity.max_abs_nats
+    if mean is not None and largest is not None and mean > largest:
         yield (
             f"parity.mean_abs_nats: a mean cannot exceed its largest term parity.max_abs_nats="
-            f"{config.parity.max_abs_nats}, got {config.parity.mean_abs_nats}; lower it or raise the other"
+            f"{largest}, got {mean}; lower it or raise the other"
         )
+    if learner.num_ranks != 1:
+        yield f"learner.num_ranks: only one rank is implemented yet, got {learner.num_ranks}; set it to 1"
 
 
 def _missing_files(config: RunConfig) -> Iterator[str]:

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl.batch import TrainSample
-from rl.config import ParitySection
 from rl.learner.group import LearnerGroup
-from rl.parity import ParityError, ParityReport
+from rl.parity import ParityBounds, ParityError, ParityReport
 from rollout.pool import RolloutPool
 from rollout.types import WeightVersion
 
@@ -31,7 +30,7 @@ class Published:
 class Publisher:
     """Carries the learner's weights to the workers. `version` is the version that they run."""
 
-    def __init__(self, learners: LearnerGroup, pool: RolloutPool, bounds: ParitySection):
+    def __init__(self, learners: LearnerGroup, pool: RolloutPool, bounds: ParityBounds):
         self._learners = learners
         self._pool = pool
         self._bounds = bounds
@@ -49,15 +48,27 @@ class Publisher:
         )
 
     def check_parity(self, samples: Sequence[TrainSample]) -> ParityReport:
-        """The parity gate on just-sampled tokens. Raises ParityError that names the worst tensor, or else the layer."""
+        """The parity gate on just-sampled tokens: equal logprobs within the bounds, and exactly equal weights.
+
+        Raises ParityError that names the worst tensor, or else the layer.
+        """
         report = self._learners.parity(samples)
-        violation = report.violation(self._bounds)
+        violation = report.violation(self._bounds) or self._other_weights()
         if violation is not None:
             raise ParityError(
                 f"parity gate: behavior and policy logprobs must agree before the update, got {violation}; "
                 f"{self._diagnosis(report)}"
             )
         return report
+
+    def _other_weights(self) -> str | None:
+        """Whether a worker decodes with other bytes than the learner reads, however small the effect; in words."""
+        own = self._learners.digests()
+        for worker, running in enumerate(self._pool.digests()):
+            names = sorted(name for name in {*own, *running} if own.get(name) != running.get(name))
+            if names:
+                return f"other bytes in {len(names)} tensors of worker {worker}, such as {names[0]}"
+        return None
 
     def _diagnosis(self, report: ParityReport) -> str:
         """Compare the weights themselves: a tensor that differs is the cause, otherwise the two forwards differ."""

@@ -113,6 +113,7 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
         "parity/mean_abs_nats": facts.parity.mean_abs_nats,
         "parity/max_abs_nats": facts.parity.max_abs_nats,
         "parity/flipped_routes": float(facts.parity.num_flipped),
+        "parity/flipped_tokens": float(facts.parity.num_flipped_tokens),
         "staleness/mean": _staleness(trajectories, facts.sampled_version),
         "groups/total": float(len(facts.groups)),
         "groups/no_variance_frac": facts.credit.no_variance_frac,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from envs.base import TaskSource
+from rl.checkpoint import CheckpointError, RunState
 from rl.config import RunConfig
 from rollout.pool import RolloutPool, SamplePlan
 from rollout.types import TaskLimits, TrajectoryGroup
@@ -24,6 +25,14 @@ class Rollouts:
     def cursor(self, number: int) -> int:
         """Index of the first training task of round `number` (counted from 1)."""
         return (number - 1) * self.config.rollout.prompts_per_round
+
+    def check_cursor(self, state: RunState) -> None:
+        """Raises CheckpointError when a resumed run would skip tasks or repeat them."""
+        if state.data_cursor != self.cursor(state.next_round):
+            raise CheckpointError(
+                f"checkpoint: round {state.next_round} must begin with task {self.cursor(state.next_round)}, got "
+                f"{state.data_cursor}; resume with the rollout.prompts_per_round it was saved with"
+            )
 
     def collect(self, number: int) -> list[TrajectoryGroup]:
         """The groups of round `number`."""

@@ -46,6 +46,7 @@ class RolloutPool:
         actor_class: Any = RolloutActor  # Ray's decorator hides the class from the type checker
         self._actors: list[Any] = [actor_class.options(num_cpus=1).remote(spec) for _ in range(num_workers)]
         self._pids: list[int] = []
+        self._digests: list[Mapping[str, str]] = []
         try:
             self._pids = self._call("start", "pid", [() for _ in self._actors])
         except BaseException:
@@ -61,13 +62,18 @@ class RolloutPool:
     def publish(self, snapshot: WeightSnapshot) -> None:
         """Send `snapshot` to every worker and check that each now runs exactly these bytes."""
         reference = ray.put(snapshot)
-        for index, digests in enumerate(self._call("receive weights", "receive", [(reference,) for _ in self._actors])):
+        self._digests = self._call("receive weights", "receive", [(reference,) for _ in self._actors])
+        for index, digests in enumerate(self._digests):
             wrong = sorted(name for name, digest in snapshot.digests.items() if digests.get(name) != digest)
             if wrong or set(digests) != set(snapshot.digests):
                 raise PoolError(
                     f"publish: worker {index} runs other weights than version {snapshot.version}, got a difference in "
                     f"{wrong[:3] or sorted(set(digests) ^ set(snapshot.digests))[:3]}; restart the run"
                 )
+
+    def digests(self) -> list[Mapping[str, str]]:
+        """The digest of every tensor that each worker computed from the bytes it swapped in last."""
+        return self._digests
 
     def running_views(self) -> list[Mapping[str, np.ndarray]]:
         """The weights that each worker decodes with, in fp32 (for a diagnosis: everything is copied)."""

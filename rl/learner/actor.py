@@ -54,6 +54,10 @@ class LearnerActor:
         """See `Learner.snapshot`."""
         return self._learner.snapshot(version)
 
+    def digests(self) -> dict[str, str]:
+        """See `Learner.digests`."""
+        return self._learner.digests()
+
     def view_differences(self, running: Mapping[str, np.ndarray]) -> dict[str, float]:
         """See `Learner.view_differences`."""
         return self._learner.view_differences(running)

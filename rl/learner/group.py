@@ -68,6 +68,10 @@ class LearnerGroup:
         """See `Learner.snapshot`."""
         return self._call("requantize", "snapshot", version)
 
+    def digests(self) -> dict[str, str]:
+        """See `Learner.digests`."""
+        return self._call("digest its weights", "digests")
+
     def view_differences(self, running: Mapping[str, np.ndarray]) -> dict[str, float]:
         """See `Learner.view_differences`."""
         return self._call("compare weights", "view_differences", running)

@@ -115,6 +115,10 @@ class Learner:
         """The bytes that the forward reads now, and how many codes of each tensor changed since the last snapshot."""
         return self._policy.snapshot(version)
 
+    def digests(self) -> dict[str, str]:
+        """See `PublishedPolicy.digests`."""
+        return self._policy.digests()
+
     def view_differences(self, running: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Largest absolute difference of each tensor that `running` (what a worker decodes with) holds differently."""
         return self._policy.view_differences(running)

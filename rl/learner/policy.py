@@ -24,6 +24,7 @@ from model.snapshot import (
     StraightThrough,
     WeightSnapshot,
     codes_changed,
+    digest,
     make_snapshot,
     published_view,
     view,
@@ -75,6 +76,10 @@ class PublishedPolicy(nn.Module):
         changed = codes_changed(self._published, self._packed) if self._published else {}
         self._published = self._packed
         return make_snapshot(version, self._packed), changed
+
+    def digests(self) -> dict[str, str]:
+        """The digest of every tensor that the forward reads now (`model.snapshot.digest`)."""
+        return {name: digest(name, packed) for name, packed in self._packed.items()}
 
     def view_differences(self, running: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, float]:
         """Largest absolute difference of each tensor that `running` holds differently from the view read here."""

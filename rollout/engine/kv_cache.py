@@ -75,12 +75,15 @@ class KvCache:
         if front == list(range(len(front))):
             return
         chosen = set(front)
-        order = front + [row for row in range(self.num_rows) if row not in chosen]
+        # Only rows up to the last that moves, and only positions that hold something, are copied.
+        num_moved = max(front) + 1
+        order = front + [row for row in range(num_moved) if row not in chosen]
+        context = max(self._lengths[:num_moved])
         index = torch.tensor(order)
-        self.keys_LNGCd = self.keys_LNGCd.index_select(1, index)
-        self.values_LNGCd = self.values_LNGCd.index_select(1, index)
-        self._sessions = [self._sessions[row] for row in order]
-        self._lengths = [self._lengths[row] for row in order]
+        for cached_LNGCd in (self.keys_LNGCd, self.values_LNGCd):
+            cached_LNGCd[:, :num_moved, :, :context] = cached_LNGCd[:, index, :, :context]
+        self._sessions[:num_moved] = [self._sessions[row] for row in order]
+        self._lengths[:num_moved] = [self._lengths[row] for row in order]
         self._row_of = {session: row for row, session in enumerate(self._sessions) if session is not None}
 
     def extend(self, counts: list[int], keep: list[bool]) -> CachedAttention:

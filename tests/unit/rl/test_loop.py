@@ -102,7 +102,14 @@ class Stages:
         if self.round >= self._closed_in:
             raise ParityError("closed")
         return ParityReport(
-            num_tokens=1, num_routed=1, mean_abs_nats=0, max_abs_nats=0, num_flipped=0, worst_layer=0, entropy=0
+            num_tokens=1,
+            num_routed=1,
+            mean_abs_nats=0,
+            max_abs_nats=0,
+            num_flipped=0,
+            num_flipped_tokens=0,
+            worst_layer=0,
+            entropy=0,
         )
 
     def update(self, parts: list[list[TrainSample]], algorithm: object, lr: float) -> None:

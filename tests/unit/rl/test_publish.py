@@ -3,16 +3,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.config import ParitySection
-from rl.parity import ParityError, ParityReport
+from model.config import ComputeDtype
+from rl.parity import BOUNDS, ParityError, ParityReport
 from rl.publish import Published, Publisher
 from rollout.types import WeightVersion
 
 CLOSED = ParityReport(
-    num_tokens=9, num_routed=10, mean_abs_nats=0.5, max_abs_nats=2.0, num_flipped=0, worst_layer=3, entropy=1.0
+    num_tokens=9,
+    num_routed=10,
+    mean_abs_nats=0.5,
+    max_abs_nats=2.0,
+    num_flipped=0,
+    num_flipped_tokens=0,
+    worst_layer=3,
+    entropy=1.0,
 )
 OPEN = ParityReport(
-    num_tokens=9, num_routed=10, mean_abs_nats=1e-8, max_abs_nats=1e-6, num_flipped=0, worst_layer=0, entropy=1.0
+    num_tokens=9,
+    num_routed=10,
+    mean_abs_nats=1e-8,
+    max_abs_nats=1e-6,
+    num_flipped=0,
+    num_flipped_tokens=0,
+    worst_layer=0,
+    entropy=1.0,
 )
 
 
@@ -34,6 +48,9 @@ class Learners:
         self.asked.append(samples)
         return self.report
 
+    def digests(self) -> dict[str, str]:
+        return {"a": "d0", "b": "d1"}
+
     def view_differences(self, running: dict[str, int]) -> dict[str, float]:
         return self.differences[running["worker"]]
 
@@ -43,11 +60,15 @@ class Pool:
         self.num_workers = num_workers
         self.failure = failure
         self.received: list[object] = []
+        self.digests_of_one = {"a": "d0", "b": "d1"}
 
     def publish(self, snapshot: object) -> None:
         if self.failure is not None:
             raise self.failure
         self.received.append(snapshot)
+
+    def digests(self) -> list[dict[str, str]]:
+        return [self.digests_of_one] * self.num_workers
 
     def running_views(self) -> list[dict[str, int]]:
         return [{"worker": worker} for worker in range(self.num_workers)]
@@ -56,7 +77,7 @@ class Pool:
 def publisher(learners: Learners, pool: Pool) -> Publisher:
     any_learners: Any = learners
     any_pool: Any = pool
-    return Publisher(any_learners, any_pool, ParitySection())
+    return Publisher(any_learners, any_pool, BOUNDS[ComputeDtype.fp32])
 
 
 def test_publishing_carries_one_snapshot_of_the_version_and_counts_what_changed():
@@ -139,3 +160,11 @@ def test_a_learner_of_more_ranks_than_are_called_is_refused_before_anything_star
     spec: Any = None
     with pytest.raises(LearnerGroupError, match=r"^learner\.num_ranks: only rank 0 is called .*, got 2; set it to 1$"):
         LearnerGroup(spec, num_ranks=2, deadline_s=1.0)
+
+
+@pytest.mark.parametrize("running", [{"a": "d0", "b": "other"}, {"a": "d0"}, {"a": "d0", "b": "d1", "c": "d2"}])
+def test_other_bytes_close_the_gate_even_when_no_logprob_shows_them(running: dict[str, str]):
+    pool = Pool()
+    pool.digests_of_one = running
+    with pytest.raises(ParityError, match=r"^parity gate: .*, got other bytes in 1 tensors of worker 0, such as "):
+        publisher(Learners(OPEN, [{"b": 0.5}]), pool).check_parity([])

@@ -56,6 +56,7 @@ def facts(hand) -> RoundFacts:
             mean_abs_nats=1e-7,
             max_abs_nats=2e-6,
             num_flipped=1,
+            num_flipped_tokens=3,
             worst_layer=0,
             entropy=0.75,
         ),
@@ -80,6 +81,7 @@ def test_the_metrics_of_a_round_by_hand(facts: RoundFacts):
         "parity/mean_abs_nats": 1e-7,
         "parity/max_abs_nats": 2e-6,
         "parity/flipped_routes": 1.0,
+        "parity/flipped_tokens": 3.0,
         "staleness/mean": 3 / 13,  # 3 of 13 sampled tokens are one version old
         "groups/total": 2.0,
         "groups/no_variance_frac": 0.5,
