@@ -39,11 +39,11 @@ def ray_cluster(config: ClusterConfig, *, num_cpus: int) -> Iterator[None]:
                 include_dashboard=False,
                 object_store_memory=config.object_store_mb * 2**20,
                 log_to_driver=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
                 _temp_dir=str(folder),
             )
         else:
-            ray.init(address=config.address, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
             _require_cpus(num_cpus)
         yield
     finally:

@@ -194,9 +194,13 @@ def _play(factory, scripts, *, fresh_grading=False):
     return trajectories, [score(REWARD, TASK, trajectory).total for trajectory in trajectories]
 
 
+def _told(trajectories):
+    return [(trajectory.failure, trajectory.evidence) for trajectory in trajectories]
+
+
 def _honest(factory):
     (trajectory,), totals = _play(factory, [(CORRECT,)])
-    assert totals == [1.0], trajectory.evidence
+    assert totals == [1.0], _told([trajectory])
     assert (trajectory.stop, trajectory.num_turns) == (StopReason.TERMINATED, 1)
 
 
@@ -205,7 +209,7 @@ def test_an_attack_is_worth_exactly_nothing_and_disturbs_nobody(factory, name):
     _honest(factory)
     attack = format_answer(ATTACKS[name])
     trajectories, totals = _play(factory, [(CORRECT,), (attack, attack), (CORRECT,)])
-    assert totals == [1.0, 0.0, 1.0], trajectories[1].evidence
+    assert totals == [1.0, 0.0, 1.0], _told(trajectories)
     attacked = trajectories[1]
     assert attacked.failure is None
     assert attacked.evidence.verdict in (Verdict.VALID, Verdict.POLICY_FAILED)
@@ -223,7 +227,7 @@ def test_an_attack_is_worth_exactly_nothing_and_disturbs_nobody(factory, name):
 def test_breaking_the_protocol_spoils_a_correct_program(factory, name):
     attack = format_answer(SPOILING[name])
     trajectories, totals = _play(factory, [(CORRECT,), (attack, CORRECT), (CORRECT,)])
-    assert totals == [1.0, 0.0, 1.0], trajectories[1].evidence
+    assert totals == [1.0, 0.0, 1.0], _told(trajectories)
     assert trajectories[1].evidence.tampered
     assert trajectories[1].failure is None
     _honest(factory)
