@@ -33,5 +33,5 @@ class EnvConfig:
     sandboxes_per_worker: int = 2
     num_visible_checks: int = 6
     num_hidden_checks: int = 10
-    call_timeout_s: float = 1.0
+    call_timeout_s: float = 5.0
     sandbox_memory_mb: int = 512

@@ -34,6 +34,7 @@ from envs.coding.answer import extract, format_answer
 from envs.coding.compositions import Composition
 from envs.coding.examples import Example, Problem
 from envs.coding.tasks import CodingTasks
+from envs.config import EnvConfig
 from envs.sandbox.wire import BadValueError, encode_value
 from rollout.types import Json, Message, Role, Split, Task
 
@@ -167,6 +168,7 @@ def _read_lines(path: str) -> Iterator[tuple[int, str]]:
     import datasets  # pyright: ignore[reportMissingTypeStubs] (here: it takes a second, and most runs have no file)
 
     library = cast(Any, datasets)
+    library.disable_progress_bars()
     try:
         rows = library.load_dataset("text", data_files={"train": path}, split="train")
     except (OSError, ValueError, library.exceptions.DatasetsError) as problem:
@@ -284,8 +286,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     export.add_argument("--count", type=int, default=1000, help="number of training tasks (default: 1000)")
     export.add_argument("--held-out", type=int, default=None, help="number of held-out tasks (default: count / 4)")
     export.add_argument("--seed", type=int, default=0, help="seed of the training tasks (default: 0)")
-    export.add_argument("--num-visible", type=int, default=6, help="visible examples a task (default: 6)")
-    export.add_argument("--num-hidden", type=int, default=6, help="hidden examples a task (default: 6)")
+    defaults = EnvConfig()
+    export.add_argument("--num-visible", type=int, default=defaults.num_visible_checks, help="visible examples a task")
+    export.add_argument("--num-hidden", type=int, default=defaults.num_hidden_checks, help="hidden examples a task")
     chosen = parser.parse_args(arguments)
     num_held_out = max(1, chosen.count // 4) if chosen.held_out is None else chosen.held_out
     if chosen.count < 1 or num_held_out < 1:

@@ -20,6 +20,8 @@ from envs.sandbox.base import SandboxUnavailable
 from envs.sandbox.probe import probe
 from rollout.types import Message, Role, Verdict
 
+HIDDEN = EnvConfig().num_hidden_checks
+
 
 class Double(TextEnv):
     """A user's environment."""
@@ -166,9 +168,9 @@ def test_a_cheating_program_passes_no_hidden_check_and_the_next_honest_one_does(
         table = {str(example.args[0]): example.expected for example in problem_of(task).visible}
         source = f"def f(xs):\n    return {table!r}.get(str(xs), 'unknown')"
     _, evidence = asyncio.run(_play(factory, task, [format_answer(source)], fresh_grading=fresh_grading))
-    assert (evidence.hidden.passed, evidence.hidden.declared) == (0, 6)
+    assert (evidence.hidden.passed, evidence.hidden.declared) == (0, HIDDEN)
     _, honest = asyncio.run(_play(factory, task, tasks.solve(task), fresh_grading=fresh_grading))
-    assert (honest.verdict, honest.hidden.passed) == (Verdict.VALID, 6)
+    assert (honest.verdict, honest.hidden.passed) == (Verdict.VALID, HIDDEN)
 
 
 def test_many_episodes_at_once_keep_to_their_own_tasks(coding):
@@ -183,7 +185,7 @@ def test_many_episodes_at_once_keep_to_their_own_tasks(coding):
         )
 
     passed = [evidence.hidden.passed for _, evidence in asyncio.run(all_at_once())]
-    assert passed == [0, 6] * 8
+    assert passed == [0, HIDDEN] * 8
 
 
 def test_importing_the_environments_imports_nothing_heavy():
