@@ -37,7 +37,7 @@ class RunSection:
     name: str = "run"
     root: str = "runs"
     seed: int = 0
-    rounds: int = 25
+    rounds: int = 30
     eval_every: int = 5
     checkpoint_every: int = 5
     keep_checkpoints: int = 2

@@ -3,7 +3,7 @@
     python scripts/bench/quickstart.py [--seeds 0 1 2] [--control-seed 0]
 
 Each run is a whole process with its own cold warm-start cache. The control permutes the rewards within each group, so
-there is nothing to learn. Writes `results/quickstart.<isa>.json`; fails when a seed does not rise as the README says.
+there is nothing to learn. Updates its runs in `results/quickstart.<isa>.json`; fails when a seed does not rise as the README says.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def run(overrides: list[str], folder: Path) -> dict[str, Any]:
     before, after = (HeldOut.load(run_folder / f"held_out_{when}.json") for when in ("before", "after"))
     rows = read_metrics(run_folder / "metrics.jsonl")
     rounds = [row.values for row in rows if row.round > 0]
+    head, dirty = commit()
     return {
+        "commit": head + (" with changes" if dirty else ""),
         "overrides": overrides,
         "seconds": round(seconds, 1),
         "median_round_s": round(sorted(row["time/round_s"] or 0.0 for row in rounds)[len(rounds) // 2], 2),
@@ -105,24 +107,17 @@ def main() -> int:
     """1 when a promise does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--control-seed", type=int, default=0)
+    parser.add_argument("--control-seed", type=int, nargs="?", default=0, help="without a value: no control")
     arguments = parser.parse_args()
     machine = machine_facts(0)
     isa = next((name for name in LIMIT_S if name in machine.isa), "other")
-    head, dirty = commit()
-    report: dict[str, Any] = {
-        "isa": list(machine.isa),
-        "cpu": machine.cpu,
-        "cores": machine.num_cores,
-        "commit": head + (" with changes" if dirty else ""),
-        "runs": {},
-    }
+    path = ROOT / "results" / f"quickstart.{isa.lower()}.json"
+    report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"runs": {}}
+    report |= {"isa": list(machine.isa), "cpu": machine.cpu, "cores": machine.num_cores}
     jobs = {f"seed {seed}": [f"run.seed={seed}"] for seed in arguments.seeds}
-    jobs[f"control, seed {arguments.control_seed}"] = [
-        f"run.seed={arguments.control_seed}",
-        "run.permute_rewards=true",
-        "run.rounds=10",
-    ]
+    if arguments.control_seed is not None:
+        control = [f"run.seed={arguments.control_seed}", "run.permute_rewards=true", "run.rounds=10"]
+        jobs[f"control, seed {arguments.control_seed}"] = control
     found: list[str] = []
     for name, overrides in jobs.items():
         folder = Path(tempfile.mkdtemp(prefix="quickstart-"))
@@ -140,7 +135,6 @@ def main() -> int:
         elif held_out["greedy after"]["low"] > held_out["greedy before"]["high"]:
             found.append(f"{name}: rose, so something other than the reward teaches")
         shutil.rmtree(folder)
-    path = ROOT / "results" / f"quickstart.{isa.lower()}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {path.relative_to(ROOT)}")
