@@ -3,7 +3,8 @@
     python scripts/bench/quickstart.py [--seeds 0 1 2] [--control-seed 0]
 
 Each run is a whole process with its own cold warm-start cache. The control permutes the rewards within each group, so
-there is nothing to learn. Updates its runs in `results/quickstart.<isa>.json`; fails when a seed does not rise as the README says.
+there is nothing to learn. Updates its runs in `results/quickstart.<isa>.json`; fails when
+a seed does not rise as the README says.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
             "run.name: cannot be resolved, got Interpolation key 'run.nme' not found; name an existing key or give the "
             "value itself",
         ),
-        ("run.rounds=-1", "run.rounds: must be at least 1, got -1; the default is 25"),
+        ("run.rounds=-1", "run.rounds: must be at least 1, got -1; the default is 30"),
         (
             "run.eval_every=0",
             "run.eval_every: must be at least 1, got 0; set it to run.rounds to evaluate only before and after",

@@ -15,7 +15,7 @@ from rl.config_check import ConfigError, flatten
 from rl.machine import ProcessIdentity, current_process
 from rl.run_folder import RunFolder, RunResult, RunState
 
-RESULT = RunResult(rounds=25, held_out_before=0.5, held_out_after=0.9, reward_first=0.4, reward_last=0.8, minutes=12.0)
+RESULT = RunResult(rounds=30, held_out_before=0.5, held_out_after=0.9, reward_first=0.4, reward_last=0.8, minutes=12.0)
 
 
 def config_in(root: Path, **run: object) -> RunConfig:
@@ -70,9 +70,9 @@ def test_a_finished_run_shows_its_result_and_the_two_ways_on(tmp_path: Path) -> 
         assert folder.is_finished
         assert folder.result() == RESULT
         assert folder.finished_lines() == [
-            f"{tmp_path}/run: finished, 25 rounds",
+            f"{tmp_path}/run: finished, 30 rounds",
             "held-out 50.0% -> 90.0%, reward 0.400 -> 0.800, 12.0 minutes",
-            "more rounds:  run.rounds=35 (the learning rate then falls over all of them)",
+            "more rounds:  run.rounds=40 (the learning rate then falls over all of them)",
             "another run:  run.name=run-2",
         ]
     assert run_folder.read_state(tmp_path / "run")["state"] == "finished"  # pyright: ignore[reportOptionalSubscript]
@@ -81,13 +81,13 @@ def test_a_finished_run_shows_its_result_and_the_two_ways_on(tmp_path: Path) -> 
 def test_more_rounds_continue_a_finished_run(tmp_path: Path) -> None:
     with RunFolder.open(config_in(tmp_path)) as folder:
         folder.finish(RESULT)
-    with RunFolder.open(config_in(tmp_path, rounds=30)) as folder:
+    with RunFolder.open(config_in(tmp_path, rounds=40)) as folder:
         assert not folder.is_finished
         assert folder.is_resumed
-        assert folder.rounds_done == 25
+        assert folder.rounds_done == 30
     record = run_folder.read_state(tmp_path / "run")
     assert record is not None
-    assert record["starts"][1]["changes"] == {"run.rounds": [25, 30]}
+    assert record["starts"][1]["changes"] == {"run.rounds": [30, 40]}
 
 
 def test_fewer_rounds_than_are_done_are_refused(tmp_path: Path) -> None:
