@@ -52,6 +52,11 @@ def _import(target: str, key: str) -> object:
         raise ExtensionError(
             f"{key}: no module named {missing!r}, got {target!r}; run from the folder that holds it, or install it"
         ) from problem
+    except Exception as problem:  # a user's module may raise anything while it is imported
+        raise ExtensionError(
+            f"{key}: importing {module_name} raised {type(problem).__name__}: {' '.join(str(problem).split())}, "
+            f"got {target!r}; fix the module"
+        ) from problem
     for name in attribute.split("."):
         if not hasattr(part, name):
             hint = _nearest(name, [known for known in dir(part) if not known.startswith("_")])

@@ -17,7 +17,7 @@ from envs.base import TaskSource
 from envs.extension import load_target
 from envs.registry import build_tasks
 from envs.sandbox.probe import probe
-from rewards.base import Reward
+from rewards.base import Reward, score
 from rewards.registry import build_reward
 from rl.algorithms.base import Algorithm
 from rl.algorithms.registry import build_algorithm
@@ -38,7 +38,7 @@ from rl.publish import Publisher
 from rl.recorder import Recorder
 from rl.report import EPISODE_COLUMNS, HeldOut, RunFacts, episode_rows, machine_facts, write_report
 from rl.rollouts import Rollouts, task_limits
-from rl.run_folder import RunFolder, RunResult, commit, plain
+from rl.run_folder import RunFolder, RunResult, commit, plain, write_atomically
 from rl.tracking import Tracker, new_run_id, resolve_mode
 from rl.warm_start import StartPlan, plan_start, warm_start
 from rollout.pool import RolloutPool
@@ -47,6 +47,10 @@ from rollout.types import WeightVersion
 from rollout.worker import WorkerSpec
 
 _BEFORE, _AFTER = "held_out_before.json", "held_out_after.json"
+
+
+class TrialError(ValueError):
+    """The environment or the reward of the run does not work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ def run(config: RunConfig, folder: RunFolder) -> RunResult:
         checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
         start = _find_start(config, checkpoints, tasks)
         pool = _start_workers(stack, config, start.plan, workers, progress)
+        _try_out(config, tasks, pool)
         if start.state is None and config.warm_start.checkpoint is None:
             warm_start(config, start.plan, tasks, pool, workers.learner_threads, progress)
         stopped = _rounds(stack, config, folder, progress, tasks, checkpoints, start, pool, workers)
@@ -132,6 +137,24 @@ def _start_workers(
     )
 
 
+def _try_out(config: RunConfig, tasks: TaskSource, pool: RolloutPool) -> None:
+    """One episode with a scripted answer, judged: a reward or an environment that cannot work is found before training.
+
+    Raises TrialError with the reason.
+    """
+    task = tasks.train(0)
+    (trajectory,) = pool.demonstrate(
+        [(task, ("",))],
+        max_tokens_per_turn=config.env.max_tokens_per_turn,
+        max_context_tokens=config.env.max_context_tokens,
+    )
+    judged = score(_reward(config), task, trajectory)
+    if judged.reward.masked is not None:
+        what = "reward" if trajectory.failure is None else "env"
+        reason = judged.reward.masked.strip().splitlines()[-1]
+        raise TrialError(f"{what}: a trial episode could not be judged, got {reason}; fix it and run again")
+
+
 def _rounds(
     stack: ExitStack,
     config: RunConfig,
@@ -164,7 +187,7 @@ def _rounds(
     log = stack.enter_context(
         MetricsLog(folder.path / METRICS_FILE, resume_round=start.first_round if before_file.is_file() else 0)
     )
-    wandb_id = new_run_id() if start.state is None else start.state.wandb_id
+    wandb_id = _wandb_id(folder, start.state)
     tracker = stack.enter_context(
         Tracker(
             folder.path,
@@ -212,15 +235,25 @@ def _rounds(
         tracker.log_table("episodes/before", EPISODE_COLUMNS, episode_rows(before.episodes))
         progress.say(f"held-out before: {before.results[0].passed}")
     progress.phase("rounds", config.run.rounds, done=start.first_round - 1)
-    train(parts, start.first_round)
+    evaluations = train(parts, start.first_round)
     if stop():
         return True
     progress.end_phase()
-    progress.stage("held-out evaluation after the last round")
-    after = evaluator.held_out(evaluator.full())
+    # A run that was killed after its last checkpoint has its rounds, but not this evaluation.
+    after = evaluator.held_out(evaluations or evaluator.full())
     after.save(folder.path / _AFTER)
     tracker.log_table("episodes/after", EPISODE_COLUMNS, episode_rows(after.episodes))
     return False
+
+
+def _wandb_id(folder: RunFolder, state: RunState | None) -> str:
+    """The run's W&B id: the checkpoint's, or, before the first one, that of an earlier start."""
+    if state is not None:
+        return state.wandb_id
+    file = folder.path / "wandb_id"
+    if not file.is_file():
+        write_atomically(file, new_run_id())
+    return file.read_text()
 
 
 def _learner_spec(config: RunConfig, plan: StartPlan, workers: WorkerPlan) -> LearnerSpec:

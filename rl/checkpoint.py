@@ -108,7 +108,9 @@ def verify_seal(folder: Path) -> None:
     """Raises CheckpointError naming the first file of `folder` that is not as it was sealed."""
     manifest_file = folder / _MANIFEST
     if not manifest_file.is_file():
-        raise CheckpointError(f"checkpoint: no manifest, got {folder}; point to a folder that was written whole")
+        raise CheckpointError(
+            f"checkpoint: no manifest, got {folder}; remove the folder, or name one that was written whole"
+        )
     try:
         manifest = json.loads(manifest_file.read_text())
     except ValueError as error:

@@ -33,6 +33,8 @@ EXIT_FAILED: Final = 1
 EXIT_CONFIG: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
+_PACKAGES: Final = ("rl", "rollout", "rewards", "envs", "model")
+
 
 def hydra_main(run_one: Callable[[RunConfig], Any], *, module: str) -> int:
     """Run `run_one` on the configuration that the command line asks for, and return the exit code.
@@ -48,10 +50,18 @@ def hydra_main(run_one: Callable[[RunConfig], Any], *, module: str) -> int:
         say(" ".join(str(error).split()))
         return EXIT_CONFIG
     except KeyboardInterrupt:
-        say("interrupted: the same command goes on from the last checkpoint")
-        return EXIT_INTERRUPTED
+        return _interrupted()
+    except SystemExit as request:
+        if request.code != signal.SIGTERM:  # while Ray starts, its own handler answers a SIGTERM in this way
+            raise
+        return _interrupted()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _interrupted() -> int:
+    say("interrupted: the same command goes on from what was saved")
+    return EXIT_INTERRUPTED
 
 
 def say(line: str) -> None:
@@ -115,8 +125,9 @@ def _main(run_one: Callable[[RunConfig], Any], module: str, argv: Sequence[str])
     for failure in failures:
         if isinstance(failure, ConfigError):
             raise failure
-        traceback.print_exception(failure)
-        say(f"run failed: {type(failure).__name__}: {' '.join(str(failure).split())}")
+        if not is_own(failure):
+            traceback.print_exception(failure)
+        say(f"run failed: {told(failure)}")
         return EXIT_FAILED
     return EXIT_OK
 
@@ -146,6 +157,24 @@ def attempt(run_one: Callable[[RunConfig], Any], config: RunConfig) -> Exception
     return None
 
 
+def is_own(error: BaseException) -> bool:
+    """Whether this project raised it: its message says everything, and the traceback is in failure.txt."""
+    return type(_cause(error)).__module__.partition(".")[0] in _PACKAGES
+
+
+def told(error: BaseException) -> str:
+    """The error in one line: its message alone when it is this project's, with its type otherwise."""
+    cause = _cause(error)
+    line = " ".join(str(cause).split())
+    return line if is_own(error) else f"{type(cause).__name__}: {line}"
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What an actor raised, where Ray wraps it (its error holds the original as `cause`)."""
+    inner = getattr(error, "cause", None)
+    return inner if isinstance(inner, BaseException) else error
+
+
 def _through_hydra(task: Callable[[DictConfig], None], argv: Sequence[str]) -> None:
     """Hand checked arguments to Hydra, which reads `sys.argv`."""
     program = sys.argv
@@ -154,6 +183,11 @@ def _through_hydra(task: Callable[[DictConfig], None], argv: Sequence[str]) -> N
         hydra.main(config_path=str(overrides.CONF_FOLDER), config_name=overrides.CONFIG_NAME, version_base="1.3")(
             task
         )()
+    except (FileExistsError, NotADirectoryError) as error:  # Hydra makes the run's folder before the run does
+        raise ConfigError(
+            f"run.root: cannot hold the run's folder, got {error.filename} ({error.strerror}); name another run.root "
+            "or run.name"
+        ) from error
     finally:
         sys.argv = program
 

@@ -67,9 +67,13 @@ class Parts:
         self.checkpoints.save(state, write)
 
 
-def train(parts: Parts, first_round: int) -> None:
-    """Rounds `first_round` to the last; returns after a round when asked to stop."""
+def train(parts: Parts, first_round: int) -> list[Evaluation]:
+    """Rounds `first_round` to the last; returns after a round when asked to stop.
+
+    The result is the evaluation that belongs to the last round it did; the one after the very last round is full.
+    """
     config, stage = parts.config, parts.recorder.stage
+    evaluations: list[Evaluation] = []
     for number in range(first_round, config.run.rounds + 1):
         with stage("rollout"):
             groups = parts.rollouts.collect(number)
@@ -113,7 +117,8 @@ def train(parts: Parts, first_round: int) -> None:
                 parts.save(number)
         parts.on_round(number)
         if stopping:
-            return
+            break
+    return evaluations
 
 
 def learning_rate(config: RunConfig, number: int) -> float:
@@ -130,6 +135,8 @@ def minibatches(config: RunConfig, number: int, samples: Sequence[TrainSample]) 
 
 
 def _evaluate_if_due(parts: Parts, number: int) -> list[Evaluation]:
-    """A brief held-out evaluation during the run; after the last round `rl.build` makes the full one."""
+    """Held-out evaluation after round `number`: brief during the run, full after the last round."""
     run = parts.config.run
-    return [] if number % run.eval_every or number == run.rounds else parts.evaluator.brief()
+    if number == run.rounds:
+        return parts.evaluator.full()
+    return [] if number % run.eval_every else parts.evaluator.brief()

@@ -324,6 +324,11 @@ def compare(path: Path, config: RunConfig, rounds_done: int) -> dict[str, list[A
         stored = yaml.safe_load((path / "config.yaml").read_text())
     except FileNotFoundError:
         return {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path / 'config.yaml'}: must be the run's configuration, got {' '.join(str(error).split())[:80]}; "
+            "restore it, or choose another run.name"
+        ) from error
     changes: dict[str, list[Any]] = {}
     for key, value in flatten(config).items():
         then, now = _stored_value(stored, key), plain(value)

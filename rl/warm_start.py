@@ -35,6 +35,7 @@ from rl.learner.group import LearnerGroup
 from rl.learner.learner import LearnerSpec
 from rl.progress import Progress
 from rollout.pool import RolloutPool
+from rollout.renderer import ChatRenderer
 from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from rollout.types import Trajectory
 
@@ -80,9 +81,27 @@ def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
         verify_seal(folder)
         tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
     else:
+        if next(tasks.demonstrations(config.run.seed), None) is None:
+            raise WarmStartError(
+                f"warm start: the environment demonstrates nothing, got {config.env.name!r} without solutions; give "
+                "the tasks solutions, or name a start with warm_start.checkpoint"
+            )
         tokenizer = train_tokenizer(tasks.corpus(), config.warm_start.tokenizer_vocab_size)
+    _check_prompts(config, ChatRenderer(tokenizer), tasks)
     model = dataclasses.replace(config.model, vocab_size=tokenizer.get_vocab_size())
     return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model)
+
+
+def _check_prompts(config: RunConfig, renderer: ChatRenderer, tasks: TaskSource) -> None:
+    """Raises WarmStartError when one of the first tasks (the stream is endless) leaves no room for an answer."""
+    looked_at = [tasks.train(index) for index in range(config.rollout.prompts_per_round)]
+    for task in [*looked_at, *tasks.held_out(config.evaluation.num_tasks)]:
+        num_tokens = len(renderer.opening(task.messages).ids)
+        if num_tokens >= config.env.max_context_tokens:
+            raise WarmStartError(
+                f"env.max_context_tokens: must leave room after the task, got {config.env.max_context_tokens} with "
+                f"{num_tokens} tokens in task {task.id}; raise it (and model.max_positions), or shorten the task"
+            )
 
 
 def warm_start(

@@ -9,7 +9,7 @@ early only loses.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -100,6 +100,10 @@ def same_value(actual: object, expected: object) -> bool:
         due = _fingerprint(expected)
     except TypeError as error:
         raise EnvError(f"task check: an expected value that no answer can match, got {error}; fix the task") from None
+    if type(actual) is not type(expected):
+        return False
+    if isinstance(actual, Sized) and len(actual) != len(cast(Sized, expected)):
+        return False  # before anything is hashed: an answer may hold keys that collide on purpose
     try:
         return _fingerprint(actual) == due
     except TypeError:

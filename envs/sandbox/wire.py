@@ -15,7 +15,7 @@ MAX_VALUE_BYTES: Final = 256 * 1024
 MAX_VALUE_DEPTH: Final = 32
 MAX_VALUE_NODES: Final = 50_000
 # Keys chosen to collide make building a set quadratic on the host: the bound keeps that below a tenth of a second.
-MAX_HASHED_ITEMS: Final = 4096
+MAX_HASHED_ITEMS: Final = 1024
 _MAX_PLAIN_INT: Final = 2**63
 
 

@@ -168,7 +168,7 @@ def damage_bit(file: Path) -> None:
         (lambda f: (f / "weights").write_bytes(b"short"), r"round-000006: weights must have 256 bytes, got 5; remove "),
         (lambda f: (f / "weights").unlink(), r"round-000006: weights must have 256 bytes, got no file; remove "),
         (lambda f: damage_bit(f / "state.json"), r"round-000006: state\.json is damaged, "),
-        (lambda f: (f / "manifest.json").unlink(), r"checkpoint: no manifest, got .*round-000006; point to "),
+        (lambda f: (f / "manifest.json").unlink(), r"checkpoint: no manifest, got .*round-000006; remove "),
         (lambda f: (f / "manifest.json").write_text('{"wei'), r"round-000006: manifest\.json is damaged, got "),
     ],
     ids=["flipped", "short", "missing", "state", "no manifest", "torn manifest"],

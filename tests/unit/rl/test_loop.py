@@ -123,6 +123,10 @@ class Stages:
         self.calls.append(f"brief after {self.round}")
         return []
 
+    def full(self) -> list[Any]:
+        self.calls.append(f"full after {self.round}")
+        return ["the last"]
+
     def save(self, state: RunState | Path, write: object = None) -> None:
         if isinstance(state, RunState):
             self.states.append(state)
@@ -163,12 +167,13 @@ def test_rounds_go_on_from_the_first_and_checkpoints_hold_the_next(hand: Any):
     stages, settings = Stages(hand), config()
     settings.run.checkpoint_every = settings.run.eval_every = 4
     stages.version = WeightVersion(2)
-    train(parts(stages, settings), 3)
+    assert train(parts(stages, settings), 3) == ["the last"]
     assert [number for number, _ in stages.rows] == list(range(3, 11))
     assert [state.next_round for state in stages.states] == [5, 9, 11]  # after 4, 8 and the last
     assert [state.data_cursor for state in stages.states] == [96, 192, 240]
     assert [state.weight_version for state in stages.states] == [4, 8, 10]
     assert [call for call in stages.calls if call.startswith("brief")] == ["brief after 4", "brief after 8"]
+    assert [call for call in stages.calls if call.startswith("full")] == ["full after 10"]
     assert [call for call in stages.calls if call.startswith("done")] == [f"done {n}" for n in range(3, 11)]
 
 

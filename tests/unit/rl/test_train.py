@@ -100,7 +100,7 @@ def test_an_interrupt_has_its_own_exit_code(monkeypatch, tmp_path: Path, capsys)
         raise KeyboardInterrupt
 
     assert run(monkeypatch, tmp_path, interrupted, "+experiment=coding") == 130
-    assert capsys.readouterr().err == "interrupted: the same command goes on from the last checkpoint\n"
+    assert capsys.readouterr().err == "interrupted: the same command goes on from what was saved\n"
 
 
 @pytest.mark.parametrize(
