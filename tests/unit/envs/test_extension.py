@@ -18,9 +18,11 @@ def my_pkg(tmp_path, monkeypatch):
         "number = 3\n"
     )
     (tmp_path / "needs_more.py").write_text("import a_module_that_nobody_has\n")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('at\\nimport')\n")
+    (tmp_path / "misspelt.py").write_text("def f(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield "my_parts"
-    for name in ("my_parts", "needs_more"):
+    for name in ("my_parts", "needs_more", "raises", "misspelt"):
         sys.modules.pop(name, None)
 
 
@@ -50,6 +52,10 @@ def test_a_target_is_loaded(my_pkg):
             "needs_more:X",
             "env.target: needs_more needs the module 'a_module_that_nobody_has', which is missing, "
             "got 'needs_more:X'; install it",
+        ),
+        (
+            "raises:X",
+            "env.target: importing raises raised RuntimeError: at import, got 'raises:X'; fix the module",
         ),
         ("my_parts:MyEnw", "env.target: my_parts has no 'MyEnw', got 'my_parts:MyEnw'; did you mean 'MyEnv'?"),
         ("my_parts:number", "env.target: not callable, got 'my_parts:number'; name a class or a function"),
@@ -89,3 +95,9 @@ def test_a_dataclass_is_checked_by_its_fields():
     assert _error(check_params, Options, {"fresh_gradin": False}, "env.params") == (
         "env.params.fresh_gradin: no such parameter of Options, got False; did you mean 'fresh_grading'?"
     )
+
+
+def test_a_module_that_is_not_python_is_named_in_one_line(my_pkg):
+    message = _error(load_target, "misspelt:f", {}, "reward", given=3)
+    assert message.startswith("reward.target: importing misspelt raised SyntaxError: ")
+    assert "\n" not in message

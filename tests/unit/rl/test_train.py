@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl import entry, train
+from rl.checkpoint import CheckpointError
 from rl.config import RunConfig
 
 ROOT = Path(__file__).parents[3]
@@ -143,3 +144,38 @@ def test_the_composed_configuration_can_be_shown(monkeypatch, tmp_path: Path, ca
     given = ("+experiment=coding", "--cfg", "job", "env.max_turns=3")
     assert run(monkeypatch, tmp_path, train.run_one, *given) == 0
     assert "max_turns: 3" in capsys.readouterr().out
+
+
+class _RayError(Exception):
+    """Ray's error for what an actor raised: the original is its `cause`."""
+
+    def __init__(self, cause: Exception):
+        super().__init__("a long traceback of the actor")
+        self.cause = cause
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_error_of_the_project_is_one_line_and_any_other_keeps_its_traceback(
+    monkeypatch, tmp_path: Path, capsys, wrapped: bool
+) -> None:
+    def failing(error: Exception) -> str:
+        def fail(config: RunConfig) -> None:
+            raise _RayError(error) if wrapped else error
+
+        assert run(monkeypatch, tmp_path, fail, "+experiment=coding") == 1
+        return capsys.readouterr().err
+
+    assert failing(CheckpointError("checkpoint: damaged, got\n x; remove it")) == (
+        "run failed: checkpoint: damaged, got x; remove it\n"
+    )
+    foreign = failing(ZeroDivisionError("division by zero"))
+    assert foreign.endswith("run failed: ZeroDivisionError: division by zero\n")
+    assert "Traceback" in foreign
+
+
+def test_a_sigterm_that_ray_answers_is_an_interrupt(monkeypatch, tmp_path: Path, capsys) -> None:
+    def terminated(config: RunConfig) -> None:
+        raise SystemExit(15)
+
+    assert run(monkeypatch, tmp_path, terminated, "+experiment=coding") == 130
+    assert capsys.readouterr().err == "interrupted: the same command goes on from what was saved\n"

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envs.coding.tasks import CodingTasks
 from rl import warm_start
 from rl.config import RunConfig
+from rl.warm_start import WarmStartError
 
 
 def indices(step: int, *, seed: int = 0, batch_size: int = 4, num_samples: int = 10) -> list[int]:
@@ -133,3 +135,29 @@ def test_a_demonstration_is_stored_as_ids_and_targets(hand):
     assert (sample.key, sample.ids_T.tolist(), sample.targets_R.tolist()) == ("000012", row["ids"], row["targets"])
     assert sample.trained
     assert sample.temperature == 1.0
+
+
+def test_a_task_that_leaves_no_room_for_an_answer_is_named(tmp_path: Path):
+    config = RunConfig()
+    config.warm_start.cache = str(tmp_path)
+    tasks = CodingTasks(seed=0, num_visible=2, num_hidden=2)
+    assert warm_start.plan_start(config, tasks).model.vocab_size > 256
+    config.env.max_context_tokens = 12
+    with pytest.raises(
+        WarmStartError,
+        match=r"^env\.max_context_tokens: must leave room after the task, got 12 with \d+ tokens in task ",
+    ):
+        warm_start.plan_start(config, tasks)
+
+
+def test_an_environment_without_demonstrations_is_refused_before_anything_is_made(tmp_path: Path):
+    config = RunConfig()
+    config.warm_start.cache = str(tmp_path / "cache")
+
+    class Silent(CodingTasks):
+        def demonstrations(self, seed: int):
+            return iter(())
+
+    with pytest.raises(WarmStartError, match=r"^warm start: the environment demonstrates nothing, got 'coding' "):
+        warm_start.plan_start(config, Silent(seed=0, num_visible=2, num_hidden=2))
+    assert not (tmp_path / "cache").exists()

@@ -137,3 +137,16 @@ def test_an_input_that_cannot_enter_is_an_error_of_the_task():
 def test_expected_values_and_inputs_go_together():
     with pytest.raises(EnvError, match="task checks"):
         checks(FunctionReport(outcomes=(_returned(1),)), [1, 2])
+
+
+def test_an_answer_of_another_size_is_refused_before_its_colliding_keys_are_hashed():
+    hashed = []
+
+    class Item(int):
+        def __hash__(self):
+            hashed.append(self)
+            return 0
+
+    assert not same_value({1: Item(1), 2: Item(2)}, {1: 1})
+    assert not same_value([Item(1)], {1})
+    assert not hashed
