@@ -14,7 +14,7 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -37,10 +37,13 @@ from rl.progress import Progress
 from rollout.pool import RolloutPool
 from rollout.renderer import ChatRenderer
 from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
-from rollout.types import Trajectory
+from rollout.types import Task, Trajectory
 
 _RECIPE_VERSION = 1
 """Raised when the same settings give another result: old cache entries are then not used."""
+
+_NUM_HASHED_SCRIPTS = 64
+"""So many demonstrations stand for all: they are drawn by the same code."""
 
 _FREE = {"cache", "checkpoint", "checkpoint_every"}
 
@@ -76,17 +79,16 @@ def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
     """
     if config.warm_start.checkpoint is not None:
         return _given_start(config, Path(config.warm_start.checkpoint))
-    folder = Path(config.warm_start.cache) / _fingerprint(config)
+    scripts = list(islice(tasks.demonstrations(config.run.seed), _NUM_HASHED_SCRIPTS))
+    if not scripts:
+        raise WarmStartError(
+            f"warm start: the environment demonstrates nothing, got {config.env.name!r} without solutions; give "
+            "the tasks solutions, or name a start with warm_start.checkpoint"
+        )
+    tokenizer = train_tokenizer(tasks.corpus(), config.warm_start.tokenizer_vocab_size)
+    folder = Path(config.warm_start.cache) / _entry_name(config, tokenizer.to_str(), scripts)
     if folder.is_dir():
         verify_seal(folder)
-        tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
-    else:
-        if next(tasks.demonstrations(config.run.seed), None) is None:
-            raise WarmStartError(
-                f"warm start: the environment demonstrates nothing, got {config.env.name!r} without solutions; give "
-                "the tasks solutions, or name a start with warm_start.checkpoint"
-            )
-        tokenizer = train_tokenizer(tasks.corpus(), config.warm_start.tokenizer_vocab_size)
     _check_prompts(config, ChatRenderer(tokenizer), tasks)
     model = dataclasses.replace(config.model, vocab_size=tokenizer.get_vocab_size())
     return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model)
@@ -252,7 +254,7 @@ def _learning_rate(config: RunConfig, step: int) -> float:
 
 
 def _fingerprint(config: RunConfig) -> str:
-    """A hash of what the start depends on."""
+    """A hash of the settings that the start depends on."""
     settings = {k: v for k, v in dataclasses.asdict(config.warm_start).items() if k not in _FREE}
     env = config.env
     dataset = hashlib.blake2b(Path(env.dataset).read_bytes()).hexdigest() if env.dataset is not None else None
@@ -267,6 +269,13 @@ def _fingerprint(config: RunConfig) -> str:
         "router": [config.algorithm.load_balance_coef, config.algorithm.router_z_coef],
     }  # fmt: skip
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _entry_name(config: RunConfig, tokenizer_json: str, scripts: Sequence[tuple[Task, tuple[str, ...]]]) -> str:
+    """The cache entry of a start: a hash of the settings and, as code may change, of what the environment gives."""
+    shown = [([message.content for message in task.messages], answers) for task, answers in scripts]
+    content = json.dumps([_fingerprint(config), tokenizer_json, shown])
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def _given_start(config: RunConfig, folder: Path) -> StartPlan:

@@ -118,6 +118,16 @@ def test_the_fingerprint_follows_the_content_of_the_data_and_the_recipe(tmp_path
     assert warm_start._fingerprint(RunConfig()) != before
 
 
+def test_the_cache_entry_follows_the_tokenizer_and_the_demonstrations_as_well():
+    tasks = CodingTasks(seed=0, num_visible=2, num_hidden=2)
+    scripts = [(tasks.train(0), ("a",)), (tasks.train(1), ("b", "c"))]
+    entry = warm_start._entry_name(RunConfig(), "{}", scripts)
+    assert entry == warm_start._entry_name(RunConfig(), "{}", list(scripts))
+    assert entry != warm_start._entry_name(RunConfig(), "{ }", scripts)
+    assert entry != warm_start._entry_name(RunConfig(), "{}", [(tasks.train(0), ("a",)), (tasks.train(1), ("b", "d"))])
+    assert entry != warm_start._entry_name(RunConfig(), "{}", [(tasks.train(2), ("a",)), (tasks.train(1), ("b", "c"))])
+
+
 def test_every_setting_of_the_warm_start_is_in_the_fingerprint_or_free():
     names = {field.name for field in dataclasses.fields(RunConfig().warm_start)}
     assert names >= warm_start._FREE
