@@ -137,21 +137,17 @@ def careless(composition: Composition, rng: random.Random) -> Composition:
     )
 
 
-def _residue(composition: Composition) -> int:
-    """Which of seven classes a composition is in.
-
-    A Latin cube: the weights are units modulo 7, so every pair of operations occurs exactly once in each class. Hence
-    every pair is demonstrated and held out equally often, and the held-out rate measures composition, not how unlucky
-    one pair was in a random split.
-    """
-    weighted = zip((1, 2, 3), composition, (FILTERS, MAPS, REDUCERS), strict=True)
-    return sum(weight * list(table).index(part) for weight, part, table in weighted) % 7
+SPLIT_SEED = 1234
+NUM_DEMONSTRATED = 150
 
 
-_HELD_OUT_CLASSES = (0, 1)
-_DEMONSTRATED_CLASSES = (2, 3, 4)
+def _shuffled() -> tuple[Composition, ...]:
+    compositions = [Composition(*parts) for parts in itertools.product(FILTERS, MAPS, REDUCERS)]
+    random.Random(SPLIT_SEED).shuffle(compositions)
+    return tuple(compositions)
 
-COMPOSITIONS = tuple(Composition(*parts) for parts in itertools.product(FILTERS, MAPS, REDUCERS))
-HELD_OUT = tuple(each for each in COMPOSITIONS if _residue(each) in _HELD_OUT_CLASSES)
-TRAIN = tuple(each for each in COMPOSITIONS if _residue(each) not in _HELD_OUT_CLASSES)
-DEMONSTRATED = tuple(each for each in COMPOSITIONS if _residue(each) in _DEMONSTRATED_CLASSES)
+
+COMPOSITIONS = _shuffled()
+HELD_OUT = COMPOSITIONS[: len(COMPOSITIONS) // 4]
+TRAIN = COMPOSITIONS[len(COMPOSITIONS) // 4 :]
+DEMONSTRATED = TRAIN[:NUM_DEMONSTRATED]

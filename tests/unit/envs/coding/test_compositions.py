@@ -1,5 +1,4 @@
 import random
-from collections import Counter
 
 import pytest
 
@@ -29,9 +28,9 @@ def test_the_function_equals_the_reference_source_executed(composition):
         assert (type(got), got) == (type(want), want)
 
 
-def test_over_a_quarter_is_held_out_and_the_sets_are_disjoint():
+def test_a_quarter_is_held_out_and_the_sets_are_disjoint():
     assert len(COMPOSITIONS) == len(set(COMPOSITIONS)) == 343
-    assert (len(HELD_OUT), len(TRAIN), len(DEMONSTRATED)) == (98, 245, 147)
+    assert (len(HELD_OUT), len(TRAIN), len(DEMONSTRATED)) == (85, 258, 150)
     assert not set(HELD_OUT) & set(TRAIN)
     assert set(DEMONSTRATED) <= set(TRAIN)
     assert len({composition.prompt for composition in COMPOSITIONS}) == 343
@@ -50,14 +49,6 @@ def test_every_operation_occurs_in_training():
     for position, table in enumerate((FILTERS, MAPS, REDUCERS)):
         assert {composition[position] for composition in TRAIN} == set(table)
         assert {composition[position] for composition in DEMONSTRATED} == set(table)
-
-
-@pytest.mark.parametrize("pair", [(0, 1), (0, 2), (1, 2)])
-def test_every_pair_of_operations_is_held_out_twice_and_demonstrated_three_times(pair: tuple[int, int]):
-    for compositions, times in ((HELD_OUT, 2), (TRAIN, 5), (DEMONSTRATED, 3)):
-        counts = Counter(tuple(composition[position] for position in pair) for composition in compositions)
-        assert len(counts) == 49
-        assert set(counts.values()) == {times}
 
 
 def test_bad_habits_come_six_times_in_ten_and_slips_one_in_ten():
