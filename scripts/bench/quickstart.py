@@ -124,6 +124,8 @@ def main() -> int:
         folder = Path(tempfile.mkdtemp(prefix="quickstart-"))
         figures = run(overrides, folder)
         report["runs"][name] = figures
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")  # after each run: a sweep of minutes may be ended
         held_out = figures["held_out"]
         print(
             f"{name}: greedy {held_out['greedy before']['rate']:.1%} -> {held_out['greedy after']['rate']:.1%}, "
@@ -136,8 +138,6 @@ def main() -> int:
         elif held_out["greedy after"]["low"] > held_out["greedy before"]["high"]:
             found.append(f"{name}: rose, so something other than the reward teaches")
         shutil.rmtree(folder)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {path.relative_to(ROOT)}")
     for problem in found:
         print(f"falls short: {problem}", file=sys.stderr)
