@@ -27,7 +27,6 @@ from rl.config import RunConfig
 from rl.config_check import WorkerPlan, resolve_workers
 from rl.evaluate import Evaluator
 from rl.interrupt import graceful_interrupt
-from rl.learner.deepspeed import OptimizerSettings
 from rl.learner.group import LearnerGroup
 from rl.learner.learner import LearnerSpec
 from rl.loop import Parts, train
@@ -170,7 +169,9 @@ def _rounds(
     progress.stage("building the learner")
     learners = stack.enter_context(
         LearnerGroup(
-            _learner_spec(config, start.plan, workers),
+            LearnerSpec.of(
+                config, model=start.plan.model, start=start.plan.folder, num_threads=workers.learner_threads
+            ),
             num_ranks=config.learner.num_ranks,
             deadline_s=config.learner.call_deadline_s,
         )
@@ -254,24 +255,6 @@ def _wandb_id(folder: RunFolder, state: RunState | None) -> str:
     if not file.is_file():
         write_atomically(file, new_run_id())
     return file.read_text()
-
-
-def _learner_spec(config: RunConfig, plan: StartPlan, workers: WorkerPlan) -> LearnerSpec:
-    return LearnerSpec(
-        model=plan.model,
-        optimizer=OptimizerSettings(
-            beta1=config.learner.beta1,
-            beta2=config.learner.beta2,
-            weight_decay=config.learner.weight_decay,
-            max_grad_norm=config.learner.max_grad_norm,
-            zero_stage=config.learner.zero_stage,
-        ),
-        start=plan.folder.resolve(),
-        num_threads=workers.learner_threads,
-        micro_batch_tokens=config.learner.micro_batch_tokens,
-        load_balance_coef=config.algorithm.load_balance_coef,
-        router_z_coef=config.algorithm.router_z_coef,
-    )
 
 
 def _reward(config: RunConfig) -> Reward:

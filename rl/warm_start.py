@@ -30,7 +30,6 @@ from model.transformer import Transformer, init_weights
 from rl.batch import TrainSample, sample_from_segment
 from rl.checkpoint import publish_folder, seal, verify_seal
 from rl.config import RunConfig
-from rl.learner.deepspeed import OptimizerSettings
 from rl.learner.group import LearnerGroup
 from rl.learner.learner import LearnerSpec
 from rl.progress import Progress
@@ -72,10 +71,11 @@ class StartPlan:
 
 
 def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
-    """Find the start of a run, and train its tokenizer when it is not made yet.
+    """Find the start of a run. Its tokenizer is always trained: the cache entry depends on it.
 
     Raises:
-        WarmStartError: `warm_start.checkpoint` is not a model folder with a tokenizer, or of another model.
+        WarmStartError: `warm_start.checkpoint` is of another model, the environment demonstrates nothing, or a task
+            leaves no room for an answer.
     """
     if config.warm_start.checkpoint is not None:
         return _given_start(config, Path(config.warm_start.checkpoint))
@@ -136,21 +136,11 @@ def _fit(
         save_model(staging, plan.model, dict(transformer.named_parameters()), {})
         seal(staging)
         publish_folder(staging, initial)
-    spec = LearnerSpec(
-        model=plan.model,
-        optimizer=OptimizerSettings(
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            weight_decay=settings.weight_decay,
-            max_grad_norm=config.learner.max_grad_norm,
-            zero_stage=config.learner.zero_stage,
-        ),
-        start=initial.resolve(),
-        num_threads=num_threads,
-        micro_batch_tokens=config.learner.micro_batch_tokens,
-        load_balance_coef=config.algorithm.load_balance_coef,
-        router_z_coef=config.algorithm.router_z_coef,
+    spec = LearnerSpec.of(config, model=plan.model, start=initial, num_threads=num_threads)
+    optimizer = dataclasses.replace(
+        spec.optimizer, beta1=settings.beta1, beta2=settings.beta2, weight_decay=settings.weight_decay
     )
+    spec = dataclasses.replace(spec, optimizer=optimizer)
     progress.stage("warm start: building the learner")
     with LearnerGroup(spec, num_ranks=1, deadline_s=config.learner.call_deadline_s) as learner:
         first = 0

@@ -25,6 +25,7 @@ from model.moe_losses import dispatch_totals, load_balancing_loss, router_sums, 
 from model.snapshot import WeightSnapshot
 from rl.algorithms.base import Algorithm
 from rl.batch import Batch, TrainSample, micro_batches
+from rl.config import RunConfig
 from rl.learner.deepspeed import DeepSpeedEngine, OptimizerSettings, Rendezvous
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.parity import ParityReport, SampleParity
@@ -48,6 +49,26 @@ class LearnerSpec:
     micro_batch_tokens: int
     load_balance_coef: float
     router_z_coef: float
+
+    @classmethod
+    def of(cls, config: RunConfig, *, model: ModelConfig, start: Path, num_threads: int) -> LearnerSpec:
+        """The learner of a run; `model` is the configured one with its vocabulary."""
+        settings = config.learner
+        return cls(
+            model=model,
+            optimizer=OptimizerSettings(
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                weight_decay=settings.weight_decay,
+                max_grad_norm=settings.max_grad_norm,
+                zero_stage=settings.zero_stage,
+            ),
+            start=start.resolve(),
+            num_threads=num_threads,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            load_balance_coef=config.algorithm.load_balance_coef,
+            router_z_coef=config.algorithm.router_z_coef,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

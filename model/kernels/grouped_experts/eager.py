@@ -77,36 +77,14 @@ class _SortedExperts(torch.autograd.Function):
         grad_weights_TK = grad_weights_N.index_select(0, row_of_choice_N).view(weights_TK.shape)
         grad_out_ND = grad_out_ND.mul_(weights_TK.reshape(-1).index_select(0, order_N).unsqueeze(-1)).to(x_ND.dtype)
 
-        grad_act_NF = torch.empty_like(act_NF)
-        grad_down_EDF = torch.empty_like(down_EDF)
-        for grad_act, grad_down, grad_out, act, down in zip(
-            grad_act_NF.split(counts),
-            grad_down_EDF.unbind(0),
-            grad_out_ND.split(counts),
-            act_NF.split(counts),
-            down_EDF.unbind(0),
-            strict=True,
-        ):
-            torch.mm(grad_out, down, out=grad_act)
-            torch.mm(grad_out.t(), act, out=grad_down)
+        grad_act_NF, grad_down_EDF = _multiply_backward(grad_out_ND, act_NF, down_EDF, counts)
 
         grad_h_N2F = torch.empty_like(h_N2F)
         gate, up = h_N2F[:, :hidden], h_N2F[:, hidden:]
         torch.mul(grad_act_NF, silu_NF, out=grad_h_N2F[:, hidden:])
         torch.ops.aten.silu_backward.grad_input(grad_act_NF.mul_(up), gate, grad_input=grad_h_N2F[:, :hidden])
 
-        grad_x_ND = torch.empty_like(x_ND)
-        grad_gate_up_E2FD = torch.empty_like(gate_up_E2FD)
-        for grad_x, grad_gate_up, grad_h, x, gate_up in zip(
-            grad_x_ND.split(counts),
-            grad_gate_up_E2FD.unbind(0),
-            grad_h_N2F.split(counts),
-            x_ND.split(counts),
-            gate_up_E2FD.unbind(0),
-            strict=True,
-        ):
-            torch.mm(grad_h, gate_up, out=grad_x)
-            torch.mm(grad_h.t(), x, out=grad_gate_up)
+        grad_x_ND, grad_gate_up_E2FD = _multiply_backward(grad_h_N2F, x_ND, gate_up_E2FD, counts)
 
         grad_x_TD = _combine(grad_x_ND, rows_TK, None).to(x_ND.dtype)
         return grad_x_TD, grad_gate_up_E2FD, grad_down_EDF, None, grad_weights_TK
@@ -118,6 +96,24 @@ def _multiply(x_NI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int], *
     for count, x, weight, rows in zip(counts, x_NI.split(counts), transposed, out.split(counts), strict=True):
         if count:
             torch.mm(x, weight, out=rows)
+
+
+def _multiply_backward(
+    grad_NO: torch.Tensor, x_NI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `_multiply` to its rows [N, I] and matrices [E, O, I]; an expert without rows gets zeros."""
+    grad_x_NI, grad_weight_EOI = torch.empty_like(x_NI), torch.empty_like(weight_EOI)
+    for grad_x, grad_weight, grad, x, weight in zip(
+        grad_x_NI.split(counts),
+        grad_weight_EOI.unbind(0),
+        grad_NO.split(counts),
+        x_NI.split(counts),
+        weight_EOI.unbind(0),
+        strict=True,
+    ):
+        torch.mm(grad, weight, out=grad_x)
+        torch.mm(grad.t(), x, out=grad_weight)
+    return grad_x_NI, grad_weight_EOI
 
 
 def _combine(rows_ND: torch.Tensor, rows_TK: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
