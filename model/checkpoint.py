@@ -9,7 +9,6 @@ A folder is written in place: the caller owns atomicity (write to a temporary fo
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +21,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from model.config import ComputeDtype, ModelConfig
-from model.snapshot import SNAPSHOT_METADATA, Format, PackedTensor, published_view, tensor_format, view
+from model.config import ConfigError, ModelConfig
+from model.snapshot import (
+    PLAIN_DTYPES,
+    SNAPSHOT_METADATA,
+    Format,
+    PackedTensor,
+    plain_bytes,
+    published_view,
+    tensor_format,
+    view,
+)
 from model.transformer import parameter_shapes
 
 WEIGHTS_FILE = "model.safetensors"
@@ -90,7 +98,7 @@ def save_model(
             raise CheckpointError(f"save_model: {name}: a master must be fp32, got {weight.dtype}; save the master")
     formats = {key: str(value) for key, value in SNAPSHOT_METADATA.items()} if packed else {}
     save_file(entries, folder / WEIGHTS_FILE, metadata={**metadata, **formats, "form": form.value})
-    (folder / CONFIG_FILE).write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
 
 def load_model(folder: Path) -> LoadedModel:
@@ -132,17 +140,13 @@ def load_model(folder: Path) -> LoadedModel:
 
 def _load_config(path: Path) -> ModelConfig:
     try:
-        values: dict[str, Any] = dict(json.loads(path.read_text()))
+        values = dict(json.loads(path.read_text()))
     except (OSError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: must be a JSON model configuration, got {error}; restore it") from error
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    _check_names(str(path), values.keys(), known)
-    if values["compute_dtype"] not in tuple(ComputeDtype):
-        found = values["compute_dtype"]
-        raise CheckpointError(
-            f"{path}: compute_dtype must be one of {[*map(str, ComputeDtype)]}, got {found}; correct the file"
-        )
-    config = ModelConfig(**{**values, "compute_dtype": ComputeDtype(values["compute_dtype"])})
+    try:
+        config = ModelConfig.from_dict(values)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     config.validate()
     return config
 
@@ -171,7 +175,7 @@ def _packed_entries(name: str, packed: PackedTensor) -> dict[str, torch.Tensor]:
     payload = torch.from_numpy(np.array(packed.payload))
     if packed.format is Format.MXFP4:
         return dict(zip(_entry_names(name), (payload, torch.from_numpy(np.array(packed.scales))), strict=True))
-    return {name: payload.view(torch.bfloat16).view(packed.shape)}
+    return {name: payload.view(PLAIN_DTYPES[packed.format]).view(packed.shape)}
 
 
 def _packed_from_entries(name: str, shape: tuple[int, ...], entries: Mapping[str, torch.Tensor]) -> PackedTensor:
@@ -179,6 +183,10 @@ def _packed_from_entries(name: str, shape: tuple[int, ...], entries: Mapping[str
         blocks, scales = (entries[entry].numpy() for entry in _entry_names(name))
         found = (*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1] * 2)
         return PackedTensor(format=Format.MXFP4, shape=found, payload=blocks, scales=scales)
-    bits = entries[name].contiguous()
-    payload = bits.view(torch.uint8).numpy().reshape(*bits.shape, 2)
-    return PackedTensor(format=Format.BF16, shape=tuple(bits.shape), payload=payload, scales=np.empty(0, np.uint8))
+    plain = entries[name].contiguous()
+    return PackedTensor(
+        format=tensor_format(name),
+        shape=tuple(plain.shape),
+        payload=plain_bytes(plain),
+        scales=np.empty(0, np.uint8),
+    )

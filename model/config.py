@@ -1,19 +1,48 @@
 """The shape of the policy network. Read by Hydra, so this module imports nothing heavy.
 
 Defaults describe the 1.9 M-parameter model of the quickstart; `validate` says what the formats and kernels require.
+The families of published checkpoints (`model/families/`) differ only in these values and in the names of their tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, cast, get_type_hints
 
 MXFP4_BLOCK = 32
 """Values that share one MXFP4 scale; expert matrices are cut into such blocks along their input dimension."""
 
-MAX_EXPERTS = 256
-"""Recorded routes are uint8."""
+MAX_EXPERTS = 1 << 15
+"""Recorded routes are uint8 up to 256 experts and int16 beyond."""
+
+
+_COUNTS = (
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "expert_hidden_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "num_expert_groups",
+    "num_groups_per_tok",
+    "max_positions",
+)
+_ZERO_MEANS_NONE = (
+    "vocab_size",
+    "sliding_window",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "shared_expert_hidden_size",
+    "dense_hidden_size",
+)
 
 
 class ConfigError(ValueError):
@@ -27,31 +56,183 @@ class ComputeDtype(StrEnum):
     bf16 = "bf16"
 
 
+class Family(StrEnum):
+    """Whose names and configuration keys a checkpoint of the model has; see `model/families/`."""
+
+    mixtral = "mixtral"
+    olmoe = "olmoe"
+    qwen3_moe = "qwen3_moe"
+    gpt_oss = "gpt_oss"
+    deepseek_v3 = "deepseek_v3"
+
+
+class QkNorm(StrEnum):
+    """RMSNorm of queries and keys before the rotation: over each head, or over all heads together."""
+
+    none = "none"
+    head = "head"
+    projection = "projection"
+
+
+class RouterScores(StrEnum):
+    """What makes an expert's weight of its logit: a softmax over all experts, or a sigmoid for each."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class Activation(StrEnum):
+    """The gated unit of an expert: silu(gate) * up, or gpt-oss's clamped form (`swiglu_limit`, `swiglu_alpha`)."""
+
+    swiglu = "swiglu"
+    clamped_swiglu = "clamped_swiglu"
+
+
+class RopeScaling(StrEnum):
+    """How rotary frequencies are stretched to a longer context."""
+
+    none = "none"
+    linear = "linear"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+@dataclass(slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding; see `model/rope.py` for the formulas.
+
+    `factor` and `original_positions` belong to `scaling`, betas and `truncate` (the correction range in whole
+    dimensions) to YaRN, the frequency factors to llama3. `attention_factor` multiplies cosine and sine; `None` derives
+    it from `factor` (and `mscale`, `mscale_all_dim`, 0 for unset). `adjacent_pairs`: the checkpoint's rotary pairs are
+    neighbours, not half a head apart.
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling = RopeScaling.none
+    factor: float = 1.0
+    original_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    adjacent_pairs: bool = False
+
+    def problems(self) -> Iterator[str]:
+        """One line for each value that no rotation can be made of."""
+        if not self.theta > 1.0:
+            yield f"model.rope.theta: must be above 1, got {self.theta}; 10000 is the usual base"
+        if self.scaling is not RopeScaling.none and not self.factor >= 1.0:
+            yield f"model.rope.factor: must be at least 1, got {self.factor}; give the stretch of the context"
+        if self.scaling in (RopeScaling.llama3, RopeScaling.yarn) and self.original_positions < 1:
+            yield (
+                f"model.rope.original_positions: {self.scaling} needs the context length before stretching, "
+                f"got {self.original_positions}; give a positive number"
+            )
+        if self.scaling is RopeScaling.llama3 and not 0.0 < self.low_freq_factor < self.high_freq_factor:
+            yield (
+                f"model.rope.low_freq_factor: must lie between 0 and high_freq_factor={self.high_freq_factor}, "
+                f"got {self.low_freq_factor}; 1 and 4 are usual"
+            )
+
+
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
     """A decoder-only Mixture-of-Experts transformer.
 
-    `vocab_size` 0 means: take it from the tokenizer before the model is built. `expert_hidden_size` is the width F of
-    one expert; `shared_expert_hidden_size` the width of an expert that every token passes, 0 for none.
-    `max_positions` bounds the position ids (and so the context length in tokens).
+    `vocab_size` 0 means: take it from the tokenizer before the model is built. `max_positions` bounds the position ids
+    (and so the context length in tokens).
+
+    Attention: the layers of `window_layers` see `sliding_window` tokens, their own included. `attention_sinks` adds one
+    learned logit a head to each softmax. With `kv_lora_rank` above 0 it is multi-head latent attention: `head_dim` is
+    then that of a query or key, its last `qk_rope_head_dim` values are rotated, values have `v_head_dim`, and
+    `q_lora_rank` 0 means that queries are projected in one step.
+
+    Experts: `expert_hidden_size` is the width F of one routed expert, `shared_expert_hidden_size` that of the expert
+    which every token passes (0: none), `dense_hidden_size` that of the plain layers `dense_layers`. The router's scores
+    become weights after `normalize_topk` (divide by the sum of the chosen) and `routed_scaling`; with
+    `router_selection_bias` a bias takes part in the choice only; the choice is made within the `num_groups_per_tok`
+    best of `num_expert_groups` groups of experts.
     """
 
+    family: Family = Family.mixtral
     vocab_size: int = 0
     hidden_size: int = 128
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
+    attention_bias: bool = False
+    attention_sinks: bool = False
+    qk_norm: QkNorm = QkNorm.none
+    sliding_window: int = 0
+    window_layers: list[int] = field(default_factory=list[int])
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope: RopeConfig = field(default_factory=RopeConfig)
     expert_hidden_size: int = 128
     num_experts: int = 8
     num_experts_per_tok: int = 2
+    expert_bias: bool = False
+    expert_activation: Activation = Activation.swiglu
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
     shared_expert_hidden_size: int = 0
+    dense_layers: list[int] = field(default_factory=list[int])
+    dense_hidden_size: int = 0
     router_bias: bool = False
-    rope_theta: float = 10000.0
+    router_scores: RouterScores = RouterScores.softmax
+    router_selection_bias: bool = False
+    num_expert_groups: int = 1
+    num_groups_per_tok: int = 1
+    normalize_topk: bool = True
+    routed_scaling: float = 1.0
     rms_norm_eps: float = 1e-6
     tie_embeddings: bool = True
     max_positions: int = 512
     compute_dtype: ComputeDtype = ComputeDtype.fp32
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def value_head_dim(self) -> int:
+        """Size of a head's value."""
+        return self.v_head_dim if self.is_latent else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Values of a head that are rotated."""
+        return self.qk_rope_head_dim if self.is_latent else self.head_dim
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """The layers with routed experts, in order."""
+        return [index for index in range(self.num_layers) if index not in self.dense_layers]
+
+    def window(self, layer_index: int) -> int:
+        """Tokens that a query of this layer sees, its own included; 0 for all of them."""
+        return self.sliding_window if layer_index in self.window_layers else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `from_dict` reads them."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """The configuration that `to_dict` wrote.
+
+        Raises:
+            ConfigError: A key is missing or unknown, or a value is not one of its enumeration.
+        """
+        return _from_dict(cls, values, "model")
 
     def validate(self) -> None:
         """Check everything that can be checked without the tokenizer.
@@ -59,50 +240,112 @@ class ModelConfig:
         Raises:
             ConfigError: One line a problem, all problems at once.
         """
-        problems = list(self._problems())
+        problems = [
+            *self._size_problems(),
+            *self.rope.problems(),
+            *self._attention_problems(),
+            *self._expert_problems(),
+        ]
         if problems:
             raise ConfigError("\n".join(problems))
 
-    def _problems(self) -> Iterator[str]:
-        positive = {
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "expert_hidden_size": self.expert_hidden_size,
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "max_positions": self.max_positions,
-        }
-        for name, value in positive.items():
-            if value < 1:
+    def _size_problems(self) -> Iterator[str]:
+        for name in _COUNTS:
+            if (value := getattr(self, name)) < 1:
                 yield f"model.{name}: must be at least 1, got {value}; give a positive number"
-        for name, value in {
-            "vocab_size": self.vocab_size,
-            "shared_expert_hidden_size": self.shared_expert_hidden_size,
-        }.items():
-            if value < 0:
+        for name in _ZERO_MEANS_NONE:
+            if (value := getattr(self, name)) < 0:
                 yield f"model.{name}: must not be negative, got {value}; 0 has a meaning of its own, see ModelConfig"
-        for name, value in {"hidden_size": self.hidden_size, "expert_hidden_size": self.expert_hidden_size}.items():
-            if value > 0 and value % MXFP4_BLOCK:
+        for name in ("hidden_size", "expert_hidden_size"):
+            if (value := getattr(self, name)) > 0 and value % MXFP4_BLOCK:
                 remedy = f"use {-(-value // MXFP4_BLOCK) * MXFP4_BLOCK}"
                 yield f"model.{name}: must be a multiple of {MXFP4_BLOCK} (the MXFP4 block), got {value}; {remedy}"
-        if self.head_dim % 2:
-            yield f"model.head_dim: must be even (rotary pairs), got {self.head_dim}; use {self.head_dim + 1}"
+        for name in ("rms_norm_eps", "routed_scaling", "swiglu_limit"):
+            if not (0.0 < (value := getattr(self, name)) < math.inf):
+                yield f"model.{name}: must be positive, got {value}; see ModelConfig for the usual value"
+        for name in ("window_layers", "dense_layers"):
+            outside = [index for index in getattr(self, name) if not 0 <= index < self.num_layers]
+            if outside:
+                yield (
+                    f"model.{name}: must be indices below num_layers={self.num_layers}, got {outside[0]}; "
+                    "layers count from 0"
+                )
+
+    def _attention_problems(self) -> Iterator[str]:
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             yield (
                 f"model.num_heads: must be a multiple of num_kv_heads={self.num_kv_heads}, got {self.num_heads}; "
                 "every key-value head serves the same number of query heads"
             )
+        if self.window_layers and not self.sliding_window:
+            yield f"model.sliding_window: window_layers need it, got {self.sliding_window}; give the window in tokens"
+        if self.is_latent:
+            if self.num_kv_heads != self.num_heads:
+                yield (
+                    f"model.num_kv_heads: latent attention has as many as num_heads={self.num_heads}, "
+                    f"got {self.num_kv_heads}; set it to that"
+                )
+            if not 0 < self.qk_rope_head_dim < self.head_dim:
+                yield (
+                    f"model.qk_rope_head_dim: must lie between 0 and head_dim={self.head_dim}, "
+                    f"got {self.qk_rope_head_dim}; it is the rotated part of a head"
+                )
+            if self.v_head_dim < 1:
+                yield f"model.v_head_dim: latent attention needs it, got {self.v_head_dim}; give a positive number"
+            if self.qk_norm is not QkNorm.none or self.attention_sinks:
+                yield (
+                    f"model.kv_lora_rank: latent attention has neither qk_norm nor sinks, got qk_norm={self.qk_norm} "
+                    f"and attention_sinks={self.attention_sinks}; leave them out"
+                )
+        if self.rotary_dim % 2:
+            name = "qk_rope_head_dim" if self.is_latent else "head_dim"
+            yield f"model.{name}: must be even (rotary pairs), got {self.rotary_dim}; use {self.rotary_dim + 1}"
+
+    def _expert_problems(self) -> Iterator[str]:
+        groups = max(1, self.num_expert_groups)
         if self.num_experts_per_tok > self.num_experts:
             yield (
                 f"model.num_experts_per_tok: must not exceed num_experts={self.num_experts}, "
                 f"got {self.num_experts_per_tok}; a token visits an expert at most once"
             )
         if self.num_experts > MAX_EXPERTS:
-            yield f"model.num_experts: must be at most {MAX_EXPERTS}, got {self.num_experts}; routes are uint8"
-        if not self.rope_theta > 1.0:
-            yield f"model.rope_theta: must be above 1, got {self.rope_theta}; 10000 is the usual base"
-        if not self.rms_norm_eps > 0.0:
-            yield f"model.rms_norm_eps: must be positive, got {self.rms_norm_eps}; 1e-6 is usual"
+            yield f"model.num_experts: must be at most {MAX_EXPERTS}, got {self.num_experts}; routes are 15-bit numbers"
+        if self.dense_layers and not self.dense_hidden_size:
+            yield f"model.dense_hidden_size: dense_layers need it, got {self.dense_hidden_size}; give their width"
+        if self.num_layers > 0 and not self.moe_layers:
+            yield f"model.dense_layers: one layer must have experts, got all {self.num_layers}; leave one out"
+        if groups > 1 and (self.num_experts % groups or self.num_experts // groups < 2):
+            yield (
+                f"model.num_expert_groups: must divide num_experts={self.num_experts} into groups of two or more, "
+                f"got {groups}; use 1 for none"
+            )
+        elif groups > 1 and (
+            self.num_groups_per_tok > groups
+            or self.num_experts_per_tok > self.num_groups_per_tok * (self.num_experts // groups)
+        ):
+            yield (
+                f"model.num_groups_per_tok: must hold num_experts_per_tok={self.num_experts_per_tok} experts and be at "
+                f"most num_expert_groups={groups}, got {self.num_groups_per_tok}; choose more groups"
+            )
+
+
+def _from_dict(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    """A dataclass of plain values, enumerations and dataclasses from its `asdict`."""
+    kinds = get_type_hints(cls)
+    missing, extra = sorted(kinds.keys() - values.keys()), sorted(values.keys() - kinds.keys())
+    if missing or extra:
+        raise ConfigError(
+            f"{where}: keys must be exactly those of {cls.__name__}, got missing {missing} and extra {extra}; "
+            "restore the file, or convert it with its own release"
+        )
+    return cls(**{name: _value(kinds[name], value, f"{where}.{name}") for name, value in values.items()})
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _from_dict(kind, value, where)  # pyright: ignore[reportArgumentType]
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        if value not in tuple(kind):
+            raise ConfigError(f"{where}: must be one of {[*map(str, kind)]}, got {value}; correct the file")
+        return kind(value)
+    return cast("list[Any]", value)[:] if isinstance(value, list) else value

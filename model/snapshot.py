@@ -1,8 +1,9 @@
 """One view of the weights: the bytes that the learner's forward reads are the bytes that are published.
 
 `published_view` defines every tensor's bytes from the fp32 master: experts in MXFP4 (rule EVEN), everything else in
-bf16 (round to nearest even). The learner computes with `view` of those bytes, straight-through; a `WeightSnapshot`
-carries the same bytes with one digest a tensor, which the receiver checks before it loads anything.
+bf16 (round to nearest even), except the router's selection bias, which decides near-ties and stays fp32. The learner
+computes with `view` of those bytes, straight-through; a `WeightSnapshot` carries the same bytes with one digest a
+tensor, which the receiver checks before it loads anything.
 
 Invariant: a tensor's format follows from its exact name. There are no patterns that could match a neighbour, and a name
 that is not in the table is an error.
@@ -34,6 +35,7 @@ class Format(StrEnum):
 
     MXFP4 = "mxfp4"
     BF16 = "bf16"
+    FP32 = "fp32"
 
 
 _NAMES: dict[Format, tuple[str, ...]] = {
@@ -48,16 +50,38 @@ _NAMES: dict[Format, tuple[str, ...]] = {
         "model.layers.N.input_layernorm.weight",
         "model.layers.N.post_attention_layernorm.weight",
         "model.layers.N.self_attn.q_proj.weight",
+        "model.layers.N.self_attn.q_proj.bias",
         "model.layers.N.self_attn.k_proj.weight",
+        "model.layers.N.self_attn.k_proj.bias",
         "model.layers.N.self_attn.v_proj.weight",
+        "model.layers.N.self_attn.v_proj.bias",
         "model.layers.N.self_attn.o_proj.weight",
+        "model.layers.N.self_attn.o_proj.bias",
+        "model.layers.N.self_attn.q_norm.weight",
+        "model.layers.N.self_attn.k_norm.weight",
+        "model.layers.N.self_attn.sinks",
+        "model.layers.N.self_attn.q_a_proj.weight",
+        "model.layers.N.self_attn.q_a_proj.bias",
+        "model.layers.N.self_attn.q_a_layernorm.weight",
+        "model.layers.N.self_attn.q_b_proj.weight",
+        "model.layers.N.self_attn.kv_a_proj_with_mqa.weight",
+        "model.layers.N.self_attn.kv_a_proj_with_mqa.bias",
+        "model.layers.N.self_attn.kv_a_layernorm.weight",
+        "model.layers.N.self_attn.kv_b_proj.weight",
+        "model.layers.N.mlp.gate_proj.weight",
+        "model.layers.N.mlp.up_proj.weight",
+        "model.layers.N.mlp.down_proj.weight",
         "model.layers.N.mlp.router.weight",
         "model.layers.N.mlp.router.bias",
+        "model.layers.N.mlp.experts.gate_up_proj_bias",
+        "model.layers.N.mlp.experts.down_proj_bias",
         "model.layers.N.mlp.shared_experts.gate_proj.weight",
         "model.layers.N.mlp.shared_experts.up_proj.weight",
         "model.layers.N.mlp.shared_experts.down_proj.weight",
     ),
+    Format.FP32: ("model.layers.N.mlp.router.selection_bias",),
 }
+PLAIN_DTYPES = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
 _FORMAT_OF = {name: format for format, names in _NAMES.items() for name in names}
 _LAYER_NUMBER = re.compile(r"(?<=^model\.layers\.)[0-9]+(?=\.)")
 
@@ -84,8 +108,8 @@ def tensor_format(name: str) -> Format:
 class PackedTensor:
     """The published bytes of one tensor, as NumPy arrays that may be read-only views of shared memory.
 
-    `shape` is that of the parameter. MXFP4: `payload` is uint8 [..., K/32, 16] and `scales` uint8 [..., K/32]. BF16:
-    `payload` holds the little-endian bits, uint8 [..., 2], and `scales` is empty.
+    `shape` is that of the parameter. MXFP4: `payload` is uint8 [..., K/32, 16] and `scales` uint8 [..., K/32]. BF16 and
+    FP32: `payload` holds the little-endian bits, uint8 [..., 2] or [..., 4], and `scales` is empty.
     """
 
     format: Format
@@ -114,8 +138,8 @@ def publish_tensor(name: str, master: torch.Tensor) -> PackedTensor:
         blocks, scales = quantize(master, name=name)
         payload, scale_bytes = blocks.cpu().numpy(), scales.cpu().numpy()
     else:
-        bits = master.to(torch.bfloat16).contiguous().cpu().view(torch.uint8).numpy()
-        payload, scale_bytes = bits.reshape(*master.shape, 2), np.empty(0, np.uint8)
+        plain = master.to(PLAIN_DTYPES[format]).contiguous().cpu()
+        payload, scale_bytes = plain_bytes(plain), np.empty(0, np.uint8)
     return PackedTensor(format=format, shape=tuple(master.shape), payload=payload, scales=scale_bytes)
 
 
@@ -125,10 +149,16 @@ def published_view(masters: Mapping[str, torch.Tensor]) -> dict[str, PackedTenso
 
 
 def view(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The values of published bytes, as a new tensor in fp32 or bf16 (either holds them exactly)."""
+    """The values of published bytes, as a new tensor in fp32 or bf16; what is published in fp32 stays fp32."""
     if packed.format is Format.MXFP4:
         return dequantize(_tensor(packed.payload), _tensor(packed.scales), dtype).view(packed.shape)
-    return _tensor(packed.payload).view(torch.bfloat16).view(packed.shape).to(dtype, copy=True)
+    plain = _tensor(packed.payload).view(PLAIN_DTYPES[packed.format]).view(packed.shape)
+    return plain.to(torch.float32 if packed.format is Format.FP32 else dtype, copy=True)
+
+
+def plain_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The little-endian bits of a contiguous CPU tensor, uint8 [..., item size]; shares its memory."""
+    return tensor.view(-1).view(torch.uint8).numpy().reshape(*tensor.shape, tensor.itemsize)
 
 
 def _tensor(array: npt.NDArray[np.uint8]) -> torch.Tensor:
@@ -231,7 +261,7 @@ def _check_layout(where: str, packed: PackedTensor, format: Format, shape: tuple
         scales_shape = (*shape[:-1], shape[-1] // BLOCK)
         layout = ((*scales_shape, BLOCK_BYTES), scales_shape)
     else:
-        layout = ((*shape, 2), (0,))
+        layout = ((*shape, PLAIN_DTYPES[format].itemsize), (0,))
     arrays = (packed.payload, packed.scales)
     if tuple(array.shape for array in arrays) != layout or any(array.dtype != np.uint8 for array in arrays):
         got = [(array.dtype.name, array.shape) for array in arrays]
@@ -257,7 +287,7 @@ def codes_changed(old: Mapping[str, PackedTensor], new: Mapping[str, PackedTenso
 
 
 def _num_changed(old: PackedTensor, new: PackedTensor) -> int:
-    if old.format is Format.BF16:
+    if old.format is not Format.MXFP4:
         return int(np.count_nonzero((old.payload != new.payload).any(-1)))
     differs = old.payload ^ new.payload
     rescaled = (old.scales != new.scales)[..., None]

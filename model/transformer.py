@@ -108,7 +108,7 @@ class Transformer(nn.Module):
             replay_TLK: Recorded routes to use instead of the router's own choice; the router still weighs them and
                 gets gradient. `None`: the router chooses.
         """
-        by_T1h = rotation(positions_T, self.config.head_dim, self.config.rope_theta)
+        by_T1h = rotation(positions_T, self.config.head_dim, self.config.rope.theta)
         x_TD = self.model.embed_tokens(ids_T)
         routings: list[Routing] = []
         for index, layer in enumerate(self.model.layers):

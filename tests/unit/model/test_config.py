@@ -1,10 +1,11 @@
 import dataclasses
+import json
 import subprocess
 import sys
 
 import pytest
 
-from model.config import ComputeDtype, ConfigError, ModelConfig
+from model.config import ComputeDtype, ConfigError, Family, ModelConfig, RopeConfig, RopeScaling
 
 
 def test_the_defaults_are_valid_and_the_vocabulary_comes_later():
@@ -28,16 +29,33 @@ def test_the_defaults_are_valid_and_the_vocabulary_comes_later():
         ("num_kv_heads", 0, "model.num_kv_heads: must be at least 1, got 0;"),
         ("head_dim", 31, "model.head_dim: must be even (rotary pairs), got 31; use 32"),
         ("num_experts_per_tok", 9, "model.num_experts_per_tok: must not exceed num_experts=8, got 9;"),
-        ("num_experts", 257, "model.num_experts: must be at most 256, got 257; routes are uint8"),
+        ("num_experts", 32769, "model.num_experts: must be at most 32768, got 32769; routes are 15-bit numbers"),
         ("vocab_size", -1, "model.vocab_size: must not be negative, got -1;"),
         ("shared_expert_hidden_size", -32, "model.shared_expert_hidden_size: must not be negative, got -32;"),
-        ("rope_theta", 1.0, "model.rope_theta: must be above 1, got 1.0;"),
+        ("rope", RopeConfig(theta=1.0), "model.rope.theta: must be above 1, got 1.0;"),
+        ("rope", RopeConfig(scaling=RopeScaling.linear, factor=0.5), "model.rope.factor: must be at least 1, got 0.5;"),
+        (
+            "rope",
+            RopeConfig(scaling=RopeScaling.yarn, factor=4.0),
+            "model.rope.original_positions: yarn needs the context length before stretching, got 0;",
+        ),
+        ("window_layers", [-1], "model.window_layers: must be indices below num_layers=4, got -1;"),
+        ("window_layers", [1], "model.sliding_window: window_layers need it, got 0;"),
+        (
+            "num_expert_groups",
+            3,
+            "model.num_expert_groups: must divide num_experts=8 into groups of two or more, got 3",
+        ),
+        ("num_expert_groups", 0, "model.num_expert_groups: must be at least 1, got 0;"),
+        ("routed_scaling", 0.0, "model.routed_scaling: must be positive, got 0.0;"),
         ("rms_norm_eps", 0.0, "model.rms_norm_eps: must be positive, got 0.0;"),
         ("rms_norm_eps", float("nan"), "model.rms_norm_eps: must be positive, got nan;"),
     ],
 )
 def test_each_problem_is_one_clear_line(field, value, message):
-    config = dataclasses.replace(ModelConfig(), **{field: value})
+    config = dataclasses.replace(
+        ModelConfig(), **{"sliding_window": 8 * (field == "window_layers" and value != [1]), field: value}
+    )
     with pytest.raises(ConfigError) as error:
         config.validate()
     (line,) = str(error.value).splitlines()
@@ -62,3 +80,33 @@ def test_a_typo_is_refused():
 def test_reading_the_config_does_not_import_torch():
     code = "import sys, model.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_plain_values_give_the_configuration_back():
+    config = ModelConfig(
+        family=Family.gpt_oss,
+        window_layers=[0, 2],
+        sliding_window=128,
+        rope=RopeConfig(scaling=RopeScaling.yarn, factor=32.0, original_positions=4096, attention_factor=None),
+    )
+    values = json.loads(json.dumps(config.to_dict()))
+    again = ModelConfig.from_dict(values)
+    assert again == config
+    assert again.rope.scaling is RopeScaling.yarn
+    with pytest.raises(
+        ConfigError, match=r"model: keys must be exactly .* missing \['num_layers'\] and extra \['layers'\]"
+    ):
+        ModelConfig.from_dict({**{k: v for k, v in values.items() if k != "num_layers"}, "layers": 3})
+    with pytest.raises(ConfigError, match=r"model\.rope\.scaling: must be one of .*, got ntk"):
+        ModelConfig.from_dict({**values, "rope": {**values["rope"], "scaling": "ntk"}})
+
+
+def test_latent_attention_names_what_it_lacks():
+    latent = ModelConfig(family=Family.deepseek_v3, kv_lora_rank=32, num_kv_heads=4, head_dim=48)
+    with pytest.raises(ConfigError) as error:
+        latent.validate()
+    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
+        "model.qk_rope_head_dim",
+        "model.v_head_dim",
+    ]
+    dataclasses.replace(latent, qk_rope_head_dim=16, v_head_dim=32).validate()

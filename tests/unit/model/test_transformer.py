@@ -35,7 +35,7 @@ def formula(weights, ids, config):
     """The network for one sequence, written as the papers do: fp64, one token and one expert at a time, NeoX rotary."""
     w = {name: weight.double() for name, weight in weights.items()}
     half, repeat = config.head_dim // 2, config.num_heads // config.num_kv_heads
-    angle = torch.arange(len(ids)).double()[:, None] * config.rope_theta ** (-torch.arange(half).double() / half)
+    angle = torch.arange(len(ids)).double()[:, None] * config.rope.theta ** (-torch.arange(half).double() / half)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
 
     def norm(x, name):
