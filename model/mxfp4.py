@@ -1,23 +1,33 @@
 """MXFP4: four-bit floats (E2M1) in blocks of 32 with one power-of-two scale (E8M0) a block; 4.25 bits a value.
 
-Invariant: `quantize` is a function of the fp32 bits alone (exact integer arithmetic, one canonical encoding for each
-value) and `quantize(dequantize(quantize(w))) == quantize(w)` byte for byte. There is no other quantizer in the
-project: the learner's forward, the published snapshot and the sampler all read what this module writes.
+Invariant: `quantize` is a function of the fp32 bits and of its options alone (exact integer arithmetic, one canonical
+encoding for each value, the same bytes in any chunking and on any number of threads), and with rule EVEN or FLOOR
+`quantize(dequantize(quantize(w))) == quantize(w)` byte for byte. There is no other quantizer in the project: the
+learner's forward, the published snapshot and the sampler all read what this module writes.
 
-Layout (that of the gpt-oss checkpoints): byte b of a block holds element 2b in its low nibble and 2b+1 in its high
-nibble, so a block is 16 bytes, and its scale byte lies in a separate tensor.
+Layout (that of the gpt-oss checkpoints; others are in `mxfp4_layouts`): byte b of a block holds element 2b in its low
+nibble and 2b+1 in its high nibble, so a block is 16 bytes, and its scale byte lies in a separate tensor.
 
-    code   0   1    2   3    4   5   6   7    +8: the same with a minus sign (8 is -0 and is never written)
+    code   0   1    2   3    4   5   6   7    +8: the same with a minus sign (8 is -0: read as such, never written)
     value  0   .5   1   1.5  2   3   4   6    times 2^(scale byte - 127)
 
-Scale rule EVEN: with u the bits of the block's largest magnitude, byte = ((u + 0x200000) >> 23) - 2, at least 0: the
-largest magnitude is brought into [3.5, 7), and what exceeds 6 saturates. Among the usual rules EVEN (and FLOOR)
-reproduce their own output's bytes, and EVEN has no jump at the largest code, where trained masters lie.
-Element rule: round to nearest, ties to the even code. A block of zeros gets scale byte 0.
+Scale: with u the fp32 bits of the block's largest magnitude, byte = ((u + C) >> 23) - 2, kept within 0..252. The
+rules differ in the carry C, and so in where they bring the largest magnitude:
 
-Choices where implementations differ: a NaN, an infinity or a magnitude from 1.75 * 2^127 on (it would round to 2^128)
-is an error, so bytes 253 to 255 are never written; on reading, byte 255 is NaN (OCP MX v1.0, section 5.4.1) and bytes
-253 and 254 overflow to infinity where fp32 does; byte 0 is 2^-127, a subnormal, exact unless the process flushes those.
+    rule    C          range     beyond 6    its own output again
+    EVEN    0x200000   [3.5, 7)  saturates   the same bytes (the largest code is 6 or 7, which pins the scale)
+    FLOOR   0          [4, 8)    saturates   the same bytes (likewise); the rule of OCP MX v1.0, section 6.3
+    RCEIL   0x3FFFFF   (3, 6]    nothing     the same values; a block whose largest code is 5 gets the next smaller byte
+
+EVEN is the default because it has no jump at the largest code, where trained masters lie: under RCEIL one ulp above 6
+moves the block to a grid twice as coarse. Elements are rounded to nearest with ties to the even code, or at random
+(`mxfp4_rounding`). A block of zeros gets scale byte 0.
+
+Choices where implementations differ: a NaN, an infinity or a magnitude from 1.75 * 2^127 on (EVEN would round it to
+2^128) is an error under every rule, and bytes 253 to 255 are never written (RCEIL would ask for 253 above
+1.5 * 2^127; with 252 the value read back is the same); on reading, byte 255 is NaN (OCP MX v1.0, section 5.4.1) and
+bytes 253 and 254 overflow to infinity where fp32 does; byte 0 is 2^-127, a subnormal, exact unless the process flushes
+those.
 
 Shapes: K values along the last axis, N blocks.
 """
@@ -25,9 +35,15 @@ Shapes: K values along the last axis, N blocks.
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from functools import cache
 
 import torch
+
+from model.mxfp4_rounding import Rounding, Scratch, random_fractions, round_nearest, round_stochastic
+
+FORMAT_VERSION = 1
+"""Of the bytes that this module writes and of how it reads them; it stands in checkpoint and snapshot metadata."""
 
 BLOCK = 32
 """Values in a block."""
@@ -40,31 +56,64 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 LIMIT = 1.75 * 2.0**127
 """Magnitudes that can be quantized lie below this."""
 
+HYSTERESIS = (3.25, 7.5)
+"""A previous scale is kept while it brings the block's largest magnitude into this half-open range."""
+
 _MAGNITUDE = 0x7FFFFFFF
-_EXPONENT = 0x7F800000
 _TOO_LARGE = 0x7F600000
-_ONE = 0x3F800000
-_EVEN_CARRY = 0x200000
+_LARGEST_SCALE = 252
+"""The largest scale byte with which every code is finite in fp32."""
 _CHUNK_BLOCKS = 4096
 """Blocks quantized at once on a CPU: the scratch tensors (512 KiB each) then stay in the second-level cache."""
 
 
 class MXFP4Error(ValueError):
-    """A tensor that MXFP4 cannot hold, or bytes that are not MXFP4."""
+    """A tensor that MXFP4 cannot hold, bytes that are not MXFP4, or options that do not belong together."""
 
 
-def quantize(w: torch.Tensor, *, name: str = "tensor") -> tuple[torch.Tensor, torch.Tensor]:
+class ScaleRule(StrEnum):
+    """How a block's scale byte follows from its largest magnitude (table in the module's docstring)."""
+
+    EVEN = "even"
+    FLOOR = "floor"
+    RCEIL = "rceil"
+
+    @property
+    def carry(self) -> int:
+        """What is added to the magnitude's fp32 bits before the exponent is cut out."""
+        return {ScaleRule.EVEN: 0x200000, ScaleRule.FLOOR: 0, ScaleRule.RCEIL: 0x3FFFFF}[self]
+
+
+def quantize(
+    w: torch.Tensor,
+    *,
+    rule: ScaleRule = ScaleRule.EVEN,
+    rounding: Rounding = Rounding.NEAREST_EVEN,
+    seed: int | None = None,
+    first_block: int = 0,
+    previous_scales: torch.Tensor | None = None,
+    name: str = "tensor",
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize along the last axis.
 
     Args:
         w: Floating point, [..., K] with K a multiple of 32. Read as fp32.
+        rule: Scale rule.
+        rounding: Rounding of the elements.
+        seed: In [0, 2^63); given exactly when rounding is stochastic. The random number of an element follows from the
+            seed and from its index in the tensor, so tensors and rounds that should differ need seeds of their own.
+        first_block: Index of `w`'s first block in the whole tensor when `w` is a shard of it: the shards are then
+            rounded as the whole would be. Only stochastic rounding reads it.
+        previous_scales: uint8 [..., K/32]; a block keeps its byte from here (0 to 252) while that brings its largest
+            magnitude into `HYSTERESIS`. A kept scale need not be the one that `rule` gives for the decoded values.
         name: What the tensor is called in an error.
 
     Returns:
         blocks, uint8 [..., K/32, 16], and scales, uint8 [..., K/32].
 
     Raises:
-        MXFP4Error: K is not a multiple of 32, or a value is NaN, infinite or at least `LIMIT`.
+        MXFP4Error: K is not a multiple of 32, a value is NaN, infinite or at least `LIMIT`, the previous scales are of
+            another shape, or the seed does not fit the rounding.
     """
     if w.ndim == 0 or w.shape[-1] % BLOCK or not w.is_floating_point():
         raise MXFP4Error(
@@ -72,63 +121,82 @@ def quantize(w: torch.Tensor, *, name: str = "tensor") -> tuple[torch.Tensor, to
             f"got {w.dtype} of shape {tuple(w.shape)}; pad the weight when the model is defined"
         )
     lead = (*w.shape[:-1], w.shape[-1] // BLOCK)
+    _check_options(name, lead, rounding, seed, first_block, previous_scales)
     w_NK = w.detach().to(torch.float32).contiguous().view(math.prod(lead), BLOCK)
+    previous_N = None if previous_scales is None else previous_scales.to(w.device).reshape(len(w_NK))
     blocks = torch.empty(len(w_NK), BLOCK_BYTES, dtype=torch.uint8, device=w.device)
     scales = torch.empty(len(w_NK), dtype=torch.uint8, device=w.device)
     step = _CHUNK_BLOCKS if w.device.type == "cpu" else max(1, len(w_NK))
-    scratch = _Scratch(min(step, len(w_NK)), w.device)
+    scratch = Scratch(min(step, len(w_NK)), BLOCK, w.device)
     for start in range(0, len(w_NK), step):
         rows = slice(start, start + step)
-        if not _quantize_chunk(w_NK[rows], blocks[rows], scales[rows], scratch):
+        bits = w_NK[rows].view(torch.int32)
+        magnitude = scratch.magnitude[: len(bits)]
+        torch.bitwise_and(bits, _MAGNITUDE, out=magnitude)
+        amax_N = magnitude.amax(-1)
+        if int(amax_N.max()) >= _TOO_LARGE:
             bad = w_NK[~(w_NK.abs() < LIMIT)]
             raise MXFP4Error(
                 f"{name}: every magnitude must be below {LIMIT:.4g}, got {bad[0].item()} and {bad.numel() - 1} more of "
                 f"{w_NK.numel()} values; find the step that produced them"
             )
+        scale_N = _scale_bytes(amax_N, rule, None if previous_N is None else previous_N[rows])
+        scales[rows] = scale_N
+        # Exact, by a power of two: a product that is not normal is far below the first tie and rounds to code 0.
+        magnitude.view(torch.float32).mul_(_power_of_two(127 - scale_N).unsqueeze(-1))
+        if seed is None:
+            round_nearest(scratch, len(bits))
+        else:
+            first_pair = (first_block + start) * BLOCK_BYTES
+            fractions = random_fractions(seed, first_pair, len(bits) * BLOCK_BYTES, w.device)
+            round_stochastic(scratch, fractions.view(-1, BLOCK))
+        _pack(bits, scratch, blocks[rows])
     return blocks.view(*lead, BLOCK_BYTES), scales.view(lead)
 
 
-class _Scratch:
-    """Work tensors of `_quantize_chunk`, allocated once a call."""
+def _check_options(
+    name: str,
+    lead: tuple[int, ...],
+    rounding: Rounding,
+    seed: int | None,
+    first_block: int,
+    previous_scales: torch.Tensor | None,
+) -> None:
+    if (seed is None) is (rounding is Rounding.STOCHASTIC) or not 0 <= (seed or 0) < 2**63:
+        raise MXFP4Error(
+            f"{name}: a seed in [0, 2^63) belongs to stochastic rounding, and only to it, "
+            f"got rounding {rounding} and seed {seed}; give both or neither"
+        )
+    if first_block < 0:
+        raise MXFP4Error(f"{name}: first_block must be at least 0, got {first_block}; count from the whole tensor")
+    if previous_scales is not None and (previous_scales.dtype != torch.uint8 or previous_scales.shape != lead):
+        raise MXFP4Error(
+            f"{name}: previous_scales must be uint8 of shape {lead}, got {previous_scales.dtype} of shape "
+            f"{tuple(previous_scales.shape)}; pass the scales of the same tensor's last quantize call"
+        )
 
-    def __init__(self, num_blocks: int, device: torch.device) -> None:
-        self.magnitude = torch.empty(num_blocks, BLOCK, dtype=torch.int32, device=device)
-        self.anchor = torch.empty_like(self.magnitude)
-        self.rounded = torch.empty_like(self.magnitude)
-        self.code = torch.empty(num_blocks, BLOCK, dtype=torch.uint8, device=device)
-        self.sign = torch.empty_like(self.code)
-        self.carry = torch.empty_like(self.code)
+
+def _power_of_two(exponent_N: torch.Tensor) -> torch.Tensor:
+    """2^exponent in fp32 from int32 exponents in -126..127."""
+    return ((exponent_N + 127) << 23).view(torch.float32)
 
 
-def _quantize_chunk(w_NK: torch.Tensor, blocks_out: torch.Tensor, scales_out: torch.Tensor, scratch: _Scratch) -> bool:
-    """Quantize contiguous fp32 blocks in about twenty elementwise passes; False when a value is not finite.
+def _scale_bytes(amax_N: torch.Tensor, rule: ScaleRule, previous_N: torch.Tensor | None) -> torch.Tensor:
+    """Scale bytes, int32, of blocks whose largest magnitudes have the int32 bits `amax_N`."""
+    scale_N = (((amax_N + rule.carry) >> 23) - 2).clamp_(0, _LARGEST_SCALE)
+    if previous_N is None:
+        return scale_N
+    usable_N = previous_N.to(torch.int32).clamp_max_(_LARGEST_SCALE)
+    scaled_N = amax_N.view(torch.float32) * _power_of_two(127 - usable_N)
+    keep_N = (scaled_N >= HYSTERESIS[0]) & (scaled_N < HYSTERESIS[1]) & (usable_N == previous_N)
+    return torch.where(keep_N, usable_N, scale_N)
 
-    Rounding: in the binade j of a scaled magnitude a (j = 0 below 2, 1 below 4, 2 below 8) the codes are spaced
-    2^j / 2 apart. Adding the anchor 2^(22 + j), whose last bit is worth just that, makes the hardware round a to
-    nearest even in units of the spacing, and the unit count k appears in the low bits of the sum. The code is k + 2 j.
-    """
-    num = len(w_NK)
-    bits = w_NK.view(torch.int32)
-    magnitude, anchor, rounded = scratch.magnitude[:num], scratch.anchor[:num], scratch.rounded[:num]
-    code, sign, carry = scratch.code[:num], scratch.sign[:num], scratch.carry[:num]
 
-    torch.bitwise_and(bits, _MAGNITUDE, out=magnitude)
-    amax_N = magnitude.amax(-1)
-    if int(amax_N.max()) >= _TOO_LARGE:
-        return False
-    exponent_N = (((amax_N + _EVEN_CARRY) >> 23) - 2).clamp_min_(0)
-    scales_out.copy_(exponent_N)
-    inverse_N1 = ((254 - exponent_N) << 23).view(torch.float32).unsqueeze(-1)
-
-    magnitude_f = magnitude.view(torch.float32)
-    magnitude_f.mul_(inverse_N1)  # exact: a power of two, and the products are normal unless they round to code 0
-    torch.clamp_min(magnitude, _ONE, out=anchor)
-    anchor.bitwise_and_(_EXPONENT).add_(22 << 23)
-    torch.add(magnitude_f, anchor.view(torch.float32), out=rounded.view(torch.float32))
-    rounded.sub_(anchor)
-    anchor.bitwise_right_shift_(22)  # 2 (149 + j)
-    rounded.add_(anchor).sub_(2 * 149).clamp_max_(7)
-
+def _pack(bits: torch.Tensor, scratch: Scratch, blocks_out: torch.Tensor) -> None:
+    """Join the codes in `rounded` with the signs of `bits`, two to a byte."""
+    num = len(bits)
+    rounded, code = scratch.rounded[:num], scratch.code[:num]
+    sign, carry = scratch.sign[:num], scratch.carry[:num]
     code.copy_(rounded)
     torch.bitwise_right_shift(bits, 28, out=rounded)
     sign.copy_(rounded)
@@ -137,7 +205,20 @@ def _quantize_chunk(w_NK: torch.Tensor, blocks_out: torch.Tensor, scales_out: to
     code.bitwise_or_(sign)
     pairs = code.view(torch.int16)  # little endian: the even element is the low byte
     blocks_out.copy_(pairs | (pairs >> 4))
-    return True
+
+
+def check_packed(where: str, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    """Check that two tensors are the packed form of one weight.
+
+    Raises:
+        MXFP4Error: They are not uint8 [..., K/32, 16] and uint8 [..., K/32].
+    """
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, BLOCK_BYTES):
+        raise MXFP4Error(
+            f"{where}: blocks must be uint8 [..., K/32, {BLOCK_BYTES}] and scales uint8 [..., K/32], "
+            f"got {blocks.dtype} {tuple(blocks.shape)} and {scales.dtype} {tuple(scales.shape)}; "
+            "pass both tensors of one weight"
+        )
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -148,12 +229,7 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = 
     """
     if dtype not in (torch.float32, torch.bfloat16):
         raise MXFP4Error(f"dequantize: the target must be float32 or bfloat16, got {dtype}; cast afterwards")
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape != (*scales.shape, BLOCK_BYTES):
-        raise MXFP4Error(
-            f"dequantize: blocks must be uint8 [..., K/32, {BLOCK_BYTES}] and scales uint8 [..., K/32], "
-            f"got {blocks.dtype} {tuple(blocks.shape)} and {scales.dtype} {tuple(scales.shape)}; "
-            "pass both tensors of one quantize call"
-        )
+    check_packed("dequantize", blocks, scales)
     pair_table, scale_table = _tables(dtype, blocks.device)
     pairs = pair_table.index_select(0, blocks.reshape(-1).to(torch.int32))
     values = pairs.view(dtype).view(scales.numel(), BLOCK)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model.mxfp4 import BLOCK, BLOCK_BYTES, dequantize, quantize
+from model.mxfp4 import BLOCK, BLOCK_BYTES, FORMAT_VERSION, ScaleRule, dequantize, quantize
 from rollout.types import WeightVersion
 
 
@@ -85,7 +85,9 @@ PLAIN_DTYPES = {Format.BF16: torch.bfloat16, Format.FP32: torch.float32}
 _FORMAT_OF = {name: format for format, names in _NAMES.items() for name in names}
 _LAYER_NUMBER = re.compile(r"(?<=^model\.layers\.)[0-9]+(?=\.)")
 
-SNAPSHOT_METADATA: Mapping[str, str | int] = {"mxfp4_rule": "even", "mxfp4_version": 1}
+_RULE = ScaleRule.EVEN
+
+SNAPSHOT_METADATA: Mapping[str, str | int] = {"mxfp4_rule": _RULE.value, "mxfp4_version": FORMAT_VERSION}
 """What a reader must know of the bytes; a different quantization rule or layout gets a new version."""
 
 
@@ -135,7 +137,7 @@ def publish_tensor(name: str, master: torch.Tensor) -> PackedTensor:
         raise SnapshotError(f"{name}: published from the fp32 master only, got {master.dtype}; keep masters in fp32")
     master = master.detach()
     if format is Format.MXFP4:
-        blocks, scales = quantize(master, name=name)
+        blocks, scales = quantize(master, rule=_RULE, name=name)
         payload, scale_bytes = blocks.cpu().numpy(), scales.cpu().numpy()
     else:
         plain = master.to(PLAIN_DTYPES[format]).contiguous().cpu()

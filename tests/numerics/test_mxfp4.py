@@ -176,7 +176,7 @@ def test_shapes_and_dtypes_are_checked():
     blocks, scales = quantize(torch.ones(2, 3, 64))
     assert blocks.shape == (2, 3, 2, 16)
     assert scales.shape == (2, 3, 2)
-    with pytest.raises(MXFP4Error, match="both tensors of one quantize call"):
+    with pytest.raises(MXFP4Error, match="both tensors of one weight"):
         dequantize(blocks, scales[:, :, :1])
     with pytest.raises(MXFP4Error, match="float32 or bfloat16"):
         dequantize(blocks, scales, torch.float16)
