@@ -1,182 +1,165 @@
-"""Grouped-query self-attention, with the scores left to an object that the caller injects.
+"""Self-attention, grouped-query or latent, with the scores left to an object that the caller injects.
 
 The layer projects, rotates and projects back; `attend` decides which keys a query sees. A learner passes
-`PackedAttention` (causal within each packed sequence), an engine its cache, and both run the same transformer.
+`PackedAttention` (`model/packed_attention.py`), an engine its cache, and both run the same transformer.
 
-Shapes: T packed tokens, D model dim, H query heads, G key-value heads (H / G query heads share one), d head dim,
-S sequences, L tokens of the longest sequence of a bucket.
+A window of w tokens lets a query see the w newest keys, its own included. A sink is one learned logit a head that takes
+part in the softmax and has no value: it adds exp(sink) to the denominator (gpt-oss; Xiao et al. 2023 for the idea).
+
+Shapes: T packed tokens, D model dim, H query heads, G key-value heads (H / G query heads share one), d head dim of
+queries and keys (p plain values and r rotated ones in latent attention), e head dim of values, R latent dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from model.config import ModelConfig
-from model.layers import TORCH_DTYPE, HeadLinear, Linear
-from model.rope import rotate
-
-
-class AttentionError(ValueError):
-    """Sequence bounds that do not describe the packed tokens."""
+from model.config import ModelConfig, QkNorm
+from model.layers import TORCH_DTYPE, HeadLinear, HeadNorm, Linear, RMSNorm
+from model.rope import adjacent_pairs, rotate, score_factor
 
 
 class Attend(Protocol):
-    """Softmax attention over whatever keys the caller holds; scores are scaled by 1 / sqrt(d)."""
+    """Softmax attention over whatever keys the caller holds."""
 
-    def __call__(self, layer_index: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor) -> torch.Tensor:
-        """Outputs [T, H, d] in the dtype of `q_THd`, for new tokens whose keys and values are given."""
+    keeps_keys: bool
+    """Whether keys and values are kept for later calls, so that small ones are worth more arithmetic."""
+
+    def __call__(
+        self,
+        layer_index: int,
+        q_THd: torch.Tensor,
+        k_TGd: torch.Tensor,
+        v_TGe: torch.Tensor,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Outputs [T, H, e] in the dtype of `q_THd`, for new tokens whose keys and values are given.
+
+        Scores are multiplied by `scale` (`None`: 1 / sqrt(d)); `window` 0 means that a query sees every key before it.
+        """
         ...
 
 
+def make_attention(config: ModelConfig, layer_index: int) -> nn.Module:
+    """The attention of one layer; both kinds take normed [T, D], `rope.rotation` and `attend`, and return [T, D]."""
+    return LatentAttention(config, layer_index) if config.is_latent else Attention(config, layer_index)
+
+
 class Attention(nn.Module):
-    """One attention layer."""
+    """Grouped-query attention (Ainslie et al. 2023)."""
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         super().__init__()
+        dim, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        adjacent = config.rope.adjacent_pairs
         self.layer_index = layer_index
-        self.head_dim = config.head_dim
+        self.head_dim = head_dim
         self.compute_dtype = TORCH_DTYPE[config.compute_dtype]
-        self.q_proj = HeadLinear(config.hidden_size, config.num_heads, config.head_dim)
-        self.k_proj = HeadLinear(config.hidden_size, config.num_kv_heads, config.head_dim)
-        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
+        self.scale = head_dim**-0.5 * score_factor(config.rope)
+        self.window = config.window(layer_index)
+        self.q_proj = HeadLinear(dim, config.num_heads, head_dim, bias=bias, adjacent=adjacent)
+        self.k_proj = HeadLinear(dim, config.num_kv_heads, head_dim, bias=bias, adjacent=adjacent)
+        self.v_proj = Linear(dim, config.num_kv_heads * head_dim, bias=bias)
+        self.o_proj = Linear(config.num_heads * head_dim, dim, bias=bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm is not QkNorm.none:
+            together, eps = config.qk_norm is QkNorm.projection, config.rms_norm_eps
+            self.q_norm = HeadNorm(config.num_heads, head_dim, eps, together=together, adjacent=adjacent)
+            self.k_norm = HeadNorm(config.num_kv_heads, head_dim, eps, together=together, adjacent=adjacent)
+        self.sinks = nn.Parameter(torch.empty(config.num_heads)) if config.attention_sinks else None
 
     def forward(self, x_TD: torch.Tensor, by_T1h: torch.Tensor, attend: Attend) -> torch.Tensor:
         """[T, D] in, [T, D] out in the compute dtype; `by_T1h` is `rope.rotation` of the positions."""
         x_TD = x_TD.to(self.compute_dtype)
-        q_THd = rotate(self.q_proj(x_TD), by_T1h)
-        k_TGd = rotate(self.k_proj(x_TD), by_T1h)
-        v_TGd = self.v_proj(x_TD).view(len(x_TD), -1, self.head_dim)
-        out_THd = attend(self.layer_index, q_THd, k_TGd, v_TGd)
+        q_THd, k_TGd = self.q_proj(x_TD), self.k_proj(x_TD)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THd, k_TGd = self.q_norm(q_THd), self.k_norm(k_TGd)
+        out_THd = attend(
+            self.layer_index,
+            rotate(q_THd, by_T1h).to(self.compute_dtype),
+            rotate(k_TGd, by_T1h).to(self.compute_dtype),
+            self.v_proj(x_TD).view(len(x_TD), -1, self.head_dim),
+            scale=self.scale,
+            window=self.window,
+            sinks_H=None if self.sinks is None else self.sinks.float(),
+        )
         return self.o_proj(out_THd.reshape(len(x_TD), -1))
 
 
-def sequence_lengths(cu_seqlens: torch.Tensor | Sequence[int]) -> list[int]:
-    """Lengths of the packed sequences from their S + 1 cumulative bounds.
-
-    Raises:
-        AttentionError: The bounds do not start at 0 or do not grow.
-    """
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
-    lengths = [end - start for start, end in pairwise(bounds)]
-    if not lengths or bounds[0] != 0 or min(lengths) < 1:
-        raise AttentionError(
-            f"cu_seqlens: must start at 0 and grow by at least one token a sequence, got {bounds[:8]}; "
-            "drop empty sequences before packing"
-        )
-    return lengths
+_LATENT_NORM_EPS = 1e-6
+"""DeepSeek's norms of the latents do not follow the model's `rms_norm_eps`."""
 
 
-class ReferenceAttention:
-    """The definition of packed attention: a loop over the sequences, with a full causal softmax in fp32."""
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are linear maps of one small latent.
 
-    def __init__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> None:
-        self.lengths = sequence_lengths(cu_seqlens)
-
-    def __call__(self, layer_index: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor) -> torch.Tensor:
-        """As `Attend`; the layer index plays no part."""
-        shared_by = q_THd.shape[1] // k_TGd.shape[1]
-        outs = []
-        for q, k, v in zip(*(x.float().split(self.lengths) for x in (q_THd, k_TGd, v_TGd)), strict=True):
-            k, v = k.repeat_interleave(shared_by, 1), v.repeat_interleave(shared_by, 1)
-            scores_HLL = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-            future_LL = torch.ones_like(scores_HLL[0], dtype=torch.bool).triu(1)
-            probabilities_HLL = scores_HLL.masked_fill(future_LL, -torch.inf).softmax(-1)
-            outs.append(torch.einsum("hqk,khd->qhd", probabilities_HLL, v))
-        return torch.cat(outs).to(q_THd.dtype)
-
-
-class PackedAttention:
-    """Causal attention within each packed sequence: `ReferenceAttention`, fast.
-
-    Only queries, keys and values are ever padded. Sequences are grouped into buckets of similar length, each a padded
-    [S, H, L, d] batch for torch's fused attention; padding lies after the real tokens, where causality hides it.
-    (Batched products with a dense softmax, backward written out, were tried: 1.5 times as fast at 60 tokens, no faster
-    at 130, slower from 256 on.)
+    Where keys are kept for later, the latent itself is kept and the maps are moved to the query and the output
+    (`q' = W_k q`, and the values' map after the sum): one key-value head of R + r values a token, the same scores.
+    Without a cache the expanded heads cost less arithmetic.
     """
 
-    def __init__(self, cu_seqlens: torch.Tensor | Sequence[int]) -> None:
-        lengths = sequence_lengths(cu_seqlens)
-        starts = [0, *accumulate(lengths)]
-        self._num_tokens = starts[-1]
-        self._buckets = _buckets(lengths)
-        slot_of_token = [0] * self._num_tokens
-        slot = 0
-        for longest, members in self._buckets:
-            for sequence in members:
-                slot_of_token[starts[sequence] : starts[sequence + 1]] = range(slot, slot + lengths[sequence])
-                slot += longest
-        self._num_slots = slot
-        device = cu_seqlens.device if isinstance(cu_seqlens, torch.Tensor) else None
-        self._slot_of_token = torch.tensor(slot_of_token, device=device)
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        super().__init__()
+        dim, bias, num_heads = config.hidden_size, config.attention_bias, config.num_heads
+        self.layer_index = layer_index
+        self.compute_dtype = TORCH_DTYPE[config.compute_dtype]
+        self.scale = config.head_dim**-0.5 * score_factor(config.rope)
+        self.window = config.window(layer_index)
+        self.adjacent = config.rope.adjacent_pairs
+        self.rotary_dim = config.qk_rope_head_dim
+        self.plain_dim = config.head_dim - config.qk_rope_head_dim
+        self.value_dim = config.v_head_dim
+        self.latent_dim = config.kv_lora_rank
+        self.num_heads = num_heads
+        if config.q_lora_rank:
+            self.q_a_proj = Linear(dim, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, _LATENT_NORM_EPS)
+            self.q_b_proj = Linear(config.q_lora_rank, num_heads * config.head_dim)
+            self.q_proj = None
+        else:
+            self.q_proj = Linear(dim, num_heads * config.head_dim)
+        self.kv_a_proj_with_mqa = Linear(dim, config.kv_lora_rank + config.qk_rope_head_dim, bias=bias)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_NORM_EPS)
+        self.kv_b_proj = Linear(config.kv_lora_rank, num_heads * (self.plain_dim + config.v_head_dim))
+        self.o_proj = Linear(num_heads * config.v_head_dim, dim, bias=bias)
 
-    def __call__(self, layer_index: int, q_THd: torch.Tensor, k_TGd: torch.Tensor, v_TGd: torch.Tensor) -> torch.Tensor:
-        """As `Attend`; the layer index plays no part.
+    def forward(self, x_TD: torch.Tensor, by_T1h: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """As `Attention.forward`."""
+        x_TD = x_TD.to(self.compute_dtype)
+        q_THp, q_THr = self._queries(x_TD).split([self.plain_dim, self.rotary_dim], dim=-1)
+        latent_TR, k_Tr = self.kv_a_proj_with_mqa(x_TD).split([self.latent_dim, self.rotary_dim], dim=-1)
+        q_THr, k_T1r = self._rotate(q_THr, by_T1h), self._rotate(k_Tr.unsqueeze(1), by_T1h)
+        latent_TR = self.kv_a_layernorm(latent_TR).to(self.compute_dtype)
+        maps = self.kv_b_proj.weight.to(self.compute_dtype).view(self.num_heads, -1, self.latent_dim)
+        to_key_HpR, to_value_HeR = maps.split([self.plain_dim, self.value_dim], dim=1)
+        if attend.keeps_keys:
+            q_THd = torch.cat([torch.einsum("thp,hpr->thr", q_THp, to_key_HpR), q_THr], dim=-1)
+            k_T1d = torch.cat([latent_TR.unsqueeze(1), k_T1r], dim=-1)
+            v_T1R = k_T1d[..., : self.latent_dim]
+            out_THR = attend(self.layer_index, q_THd, k_T1d, v_T1R, scale=self.scale, window=self.window)
+            out_THe = torch.einsum("thr,her->the", out_THR, to_value_HeR)
+        else:
+            q_THd = torch.cat([q_THp, q_THr], dim=-1)
+            k_THp = torch.einsum("tr,hpr->thp", latent_TR, to_key_HpR)
+            k_THd = torch.cat([k_THp, k_T1r.expand(-1, self.num_heads, -1)], dim=-1)
+            v_THe = torch.einsum("tr,her->the", latent_TR, to_value_HeR)
+            out_THe = attend(self.layer_index, q_THd, k_THd, v_THe, scale=self.scale, window=self.window)
+        return self.o_proj(out_THe.reshape(len(x_TD), -1))
 
-        On a CPU scores, softmax and products are fp32 in either compute dtype: torch's bf16 attention is slower there.
-        """
-        if len(q_THd) != self._num_tokens:
-            raise AttentionError(
-                f"cu_seqlens: must end at the number of packed tokens, got {self._num_tokens} for {len(q_THd)} tokens; "
-                "build the attention from the batch it is used with"
-            )
-        sizes = [longest * len(members) for longest, members in self._buckets]
-        score_dtype = torch.float32 if q_THd.device.type == "cpu" else q_THd.dtype
-        qkv = (x.to(score_dtype) for x in (q_THd, k_TGd, v_TGd))
-        padded = (_Pad.apply(x, self._slot_of_token, self._num_slots).split(sizes) for x in qkv)
-        outs = []
-        for (longest, _), *bucket in zip(self._buckets, *padded, strict=True):
-            q, k, v = (x.view(-1, longest, *x.shape[1:]).transpose(1, 2) for x in bucket)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-            outs.append(out.transpose(1, 2).reshape(-1, *q_THd.shape[1:]))
-        packed_THd = _Unpad.apply(torch.cat(outs), self._slot_of_token)
-        return packed_THd.to(q_THd.dtype)  # pyright: ignore[reportReturnType]
+    def _queries(self, x_TD: torch.Tensor) -> torch.Tensor:
+        if self.q_proj is not None:
+            q = self.q_proj(x_TD)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)).to(self.compute_dtype))
+        return q.view(len(x_TD), self.num_heads, -1)
 
-
-_BUCKET_RATIO = 0.75
-"""Shortest over longest sequence of a bucket, at least: padding costs at most 1 / 0.75^2 of the exact work."""
-
-
-def _buckets(lengths: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Groups of sequences of similar length: (the longest length, the members' indices), longest group first."""
-    buckets: list[tuple[int, list[int]]] = []
-    for sequence in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if not buckets or lengths[sequence] < _BUCKET_RATIO * buckets[-1][0]:
-            buckets.append((lengths[sequence], []))
-        buckets[-1][1].append(sequence)
-    return buckets
-
-
-class _Pad(torch.autograd.Function):
-    """Rows of [T, ...] to their slots, zeros between; each slot has one row, so both directions are plain copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, slot_of_row: torch.Tensor, num_slots: int) -> torch.Tensor:
-        ctx.save_for_backward(slot_of_row)
-        return x.new_zeros(num_slots, *x.shape[1:]).index_copy_(0, slot_of_row, x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (slot_of_row,) = ctx.saved_tensors
-        return grads[0].index_select(0, slot_of_row), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """The inverse of `_Pad`: the rows back from their slots."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, slot_of_row: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(slot_of_row)
-        ctx.shape = x.shape
-        return x.index_select(0, slot_of_row)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (slot_of_row,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.shape).index_copy_(0, slot_of_row, grads[0]), None
+    def _rotate(self, x_THr: torch.Tensor, by_T1h: torch.Tensor) -> torch.Tensor:
+        if not self.adjacent:
+            x_THr = adjacent_pairs(x_THr.movedim(-1, 0), self.rotary_dim).movedim(0, -1).contiguous()
+        return rotate(x_THr, by_T1h)

@@ -1,9 +1,9 @@
-"""The small layers: a bias-free linear map, the embedding and RMSNorm.
+"""The small layers: linear maps, the embedding, RMSNorm and the plain gated MLP.
 
 Invariant: parameters may be held, or swapped in, as fp32 or as the published bf16 view; each layer casts to the dtype
 it computes in, and a cast to the same dtype is no operation. So the fp32 path has no rounding but its arithmetic's.
 
-Shapes: T packed tokens, D model dim, V vocabulary.
+Shapes: T packed tokens, D model dim, V vocabulary, H heads, d head dim.
 """
 
 from __future__ import annotations
@@ -21,28 +21,52 @@ TORCH_DTYPE = {ComputeDtype.fp32: torch.float32, ComputeDtype.bf16: torch.bfloat
 
 
 class Linear(nn.Module):
-    """`x @ weight.T`, computed and returned in the dtype of `x`. No bias."""
+    """`x @ weight.T + bias`, computed and returned in the dtype of `x`."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, out]."""
-        return F.linear(x_TD, self.weight.to(x_TD.dtype))
+        bias = None if self.bias is None else self.bias.to(x_TD.dtype)
+        return F.linear(x_TD, self.weight.to(x_TD.dtype), bias)
 
 
 class HeadLinear(Linear):
-    """A query or key projection: its parameter is in the checkpoint's order, its output has rotary pairs adjacent."""
+    """A query or key projection: its parameters are in the checkpoint's order, its output has rotary pairs adjacent."""
 
-    def __init__(self, in_features: int, num_heads: int, head_dim: int) -> None:
-        super().__init__(in_features, num_heads * head_dim)
+    def __init__(
+        self, in_features: int, num_heads: int, head_dim: int, *, bias: bool = False, adjacent: bool = False
+    ) -> None:
+        """`adjacent`: the checkpoint's own pairs are adjacent already."""
+        super().__init__(in_features, num_heads * head_dim, bias=bias)
         self.head_dim = head_dim
+        self.adjacent = adjacent
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, H, d]."""
-        weight = adjacent_pairs(self.weight.to(x_TD.dtype), self.head_dim)
-        return F.linear(x_TD, weight).view(len(x_TD), -1, self.head_dim)
+        weight = self.weight.to(x_TD.dtype)
+        bias = None if self.bias is None else self.bias.to(x_TD.dtype)
+        if not self.adjacent:
+            weight = adjacent_pairs(weight, self.head_dim)
+            bias = None if bias is None else adjacent_pairs(bias, self.head_dim)
+        return F.linear(x_TD, weight, bias).view(len(x_TD), -1, self.head_dim)
+
+
+class Mlp(nn.Module):
+    """down(silu(gate x) * (up x)): a dense layer's feed-forward part, and the expert that every token passes."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, width)
+        self.up_proj = Linear(hidden_size, width)
+        self.down_proj = Linear(width, hidden_size)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, D] in the dtype of `x_TD`."""
+        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
 
 
 class Embedding(nn.Module):
@@ -73,6 +97,25 @@ class RMSNorm(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Any floating dtype in, fp32 out."""
         return _RMSNorm.apply(x_TD.float(), self.weight.float(), self.eps)  # pyright: ignore[reportReturnType]
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of what `HeadLinear` returns: over each head, or over all of them together (OLMoE)."""
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float, *, together: bool, adjacent: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads * head_dim if together else head_dim))
+        self.eps = eps
+        self.head_dim = head_dim
+        self.adjacent = adjacent
+
+    def forward(self, x_THd: torch.Tensor) -> torch.Tensor:
+        """[T, H, d] in any floating dtype to fp32."""
+        weight = self.weight.float()
+        if not self.adjacent:
+            weight = adjacent_pairs(weight, self.head_dim)
+        x = x_THd.float().reshape(-1, len(weight))
+        return _RMSNorm.apply(x, weight, self.eps).view(x_THd.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,10 +1,14 @@
 """The Mixture-of-Experts layer: an fp32 router, the top-k choice, and the routed (and shared) experts.
 
 The router's choice is returned, because a trajectory records it and the losses of `moe_losses` need it; a recorded
-choice can be given back (`replay_TK`), so that a learner trains the experts that the sampler used. Weights are a
-softmax over the logits of the chosen experts only, in fp32.
+choice can be given back (`replay_TK`), so that a learner trains the experts that the sampler used.
 
-Shapes: T packed tokens, D model dim, F expert dim, E experts, K experts a token.
+    scores    softmax of the logits over all experts, or a sigmoid of each (DeepSeek-V3, section 2.1.2)
+    choice    the K largest scores; with a selection bias the K largest of score + bias, within the groups whose two
+              best sum highest (DeepSeek-V3: bias and groups take part in the choice only)
+    weights   the chosen scores, divided by their sum if `normalize_topk`, times `routed_scaling`
+
+Shapes: T packed tokens, D model dim, F expert dim, E experts, K experts a token, N groups of experts.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.config import ModelConfig
+from model.config import Activation, ModelConfig, RouterScores
 from model.kernels.dispatch import ExpertsForward
-from model.layers import TORCH_DTYPE, Linear
+from model.kernels.grouped_experts.reference import Clamp
+from model.layers import TORCH_DTYPE, Mlp
 
 
 class Routing(NamedTuple):
@@ -34,49 +39,79 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.top_k = config.num_experts_per_tok
+        self.num_groups, self.top_groups = config.num_expert_groups, config.num_groups_per_tok
+        self.scores = config.router_scores
+        self.normalize, self.scaling = config.normalize_topk, config.routed_scaling
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
+        self.selection_bias = None
+        if config.router_selection_bias:  # no gradient reaches it: it only decides, and is not trained by a loss
+            self.selection_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
 
     def forward(self, x_TD: torch.Tensor, replay_TK: torch.Tensor | None) -> Routing:
         """Route each token, or weigh the recorded choice `replay_TK` (`None`: choose)."""
         bias = None if self.bias is None else self.bias.float()
         logits_TE = F.linear(x_TD.float(), self.weight.float(), bias)
-        if replay_TK is None:
-            chosen_logits_TK, chosen_TK = logits_TE.topk(self.top_k, dim=-1)
+        chosen_TK = self._choose(logits_TE) if replay_TK is None else replay_TK.long()
+        return Routing(logits_TE, chosen_TK, self._weigh(logits_TE, chosen_TK))
+
+    @torch.no_grad()
+    def _choose(self, logits_TE: torch.Tensor) -> torch.Tensor:
+        """The K best experts of each token, int64 [T, K], best first."""
+        if self.selection_bias is None and self.num_groups == 1:
+            return logits_TE.topk(self.top_k, dim=-1).indices  # scores grow with their logits
+        scores_TE = logits_TE.sigmoid() if self.scores is RouterScores.sigmoid else logits_TE.softmax(-1)
+        if self.selection_bias is not None:
+            scores_TE = scores_TE + self.selection_bias.float()
+        if self.num_groups > 1:
+            grouped_TNE = scores_TE.unflatten(-1, (self.num_groups, -1))
+            best_TN = grouped_TNE.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+            closed_TN = torch.ones_like(grouped_TNE[..., 0], dtype=torch.bool).scatter_(-1, best_TN, False)
+            scores_TE = grouped_TNE.masked_fill(closed_TN.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores_TE.topk(self.top_k, dim=-1).indices
+
+    def _weigh(self, logits_TE: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
+        """The factor of each choice, fp32 [T, K]."""
+        if self.scores is RouterScores.sigmoid:
+            weights_TK = logits_TE.gather(-1, chosen_TK).sigmoid()
+            if self.normalize:
+                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        elif self.normalize:  # a softmax over all, divided by the chosen ones' sum, is a softmax over the chosen ones
+            weights_TK = logits_TE.gather(-1, chosen_TK).softmax(-1)
         else:
-            chosen_TK = replay_TK.long()
-            chosen_logits_TK = logits_TE.gather(-1, chosen_TK)
-        return Routing(logits_TE, chosen_TK, chosen_logits_TK.softmax(-1))
+            weights_TK = logits_TE.softmax(-1).gather(-1, chosen_TK)
+        return weights_TK if self.scaling == 1.0 else weights_TK * self.scaling
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer as two fused tensors, the ones that are stored in MXFP4."""
+    """All routed experts of a layer as two fused tensors, the ones that are stored in MXFP4, and their biases."""
 
     def __init__(self, config: ModelConfig, experts_forward: ExpertsForward) -> None:
         super().__init__()
         num, hidden, width = config.num_experts, config.hidden_size, config.expert_hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(num, hidden, width))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(num, 2 * width)) if config.expert_bias else None
+        self.down_proj_bias = nn.Parameter(torch.empty(num, hidden)) if config.expert_bias else None
         self.experts_forward = experts_forward
+        self.clamp = None
+        if config.expert_activation is Activation.clamped_swiglu:
+            self.clamp = Clamp(limit=config.swiglu_limit, alpha=config.swiglu_alpha)
 
     def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
         """fp32 [T, D]: the weighted sum of each token's chosen experts."""
-        gate_up, down = self.gate_up_proj.to(x_TD.dtype), self.down_proj.to(x_TD.dtype)
-        return self.experts_forward(x_TD, gate_up, down, routing.chosen_TK, routing.weights_TK)
-
-
-class SharedExpert(nn.Module):
-    """An expert that every token passes with weight 1 (DeepSeekMoE, Dai et al. 2024, section 3.2)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.shared_expert_hidden_size)
-        self.up_proj = Linear(config.hidden_size, config.shared_expert_hidden_size)
-        self.down_proj = Linear(config.shared_expert_hidden_size, config.hidden_size)
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] in the dtype of `x_TD`."""
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        biases = (self.gate_up_proj_bias, self.down_proj_bias)
+        gate_up_bias, down_bias = (None if bias is None else bias.to(x_TD.dtype) for bias in biases)
+        return self.experts_forward(
+            x_TD,
+            self.gate_up_proj.to(x_TD.dtype),
+            self.down_proj.to(x_TD.dtype),
+            routing.chosen_TK,
+            routing.weights_TK,
+            gate_up_bias_E2F=gate_up_bias,
+            down_bias_ED=down_bias,
+            clamp=self.clamp,
+        )
 
 
 class MoE(nn.Module):
@@ -87,7 +122,9 @@ class MoE(nn.Module):
         self.compute_dtype = TORCH_DTYPE[config.compute_dtype]
         self.router = Router(config)
         self.experts = Experts(config, experts_forward)
-        self.shared_experts = SharedExpert(config) if config.shared_expert_hidden_size else None
+        self.shared_experts = None
+        if config.shared_expert_hidden_size:  # DeepSeekMoE (Dai et al. 2024, section 3.2): weight 1 for every token
+            self.shared_experts = Mlp(config.hidden_size, config.shared_expert_hidden_size)
 
     def forward(self, x_TD: torch.Tensor, replay_TK: torch.Tensor | None = None) -> tuple[torch.Tensor, Routing]:
         """Apply the layer to normed fp32 inputs."""

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from model.attention import Attend, Attention
+from model.attention import Attend, make_attention
 from model.config import ConfigError, ModelConfig
 from model.kernels.dispatch import ExpertsForward, resolve_grouped_experts
-from model.layers import Embedding, Linear, RMSNorm, project_logits
+from model.layers import TORCH_DTYPE, Embedding, Linear, Mlp, RMSNorm, project_logits
 from model.moe import MoE, Routing
 from model.rope import rotation
 
@@ -31,7 +31,10 @@ LM_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerOutput:
-    """fp32 hidden states after the final norm, uint8 choices in rank order, and each layer's fp32 router logits."""
+    """fp32 hidden states after the final norm, choices in rank order (`route_dtype`), and fp32 router logits.
+
+    Layers count the ones with experts only.
+    """
 
     hidden_TD: torch.Tensor
     routes_TLK: torch.Tensor
@@ -39,21 +42,29 @@ class TransformerOutput:
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then pre-norm experts, each added to the residual stream."""
+    """Pre-norm attention, then pre-norm experts (or a dense MLP), each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, layer_index: int, experts_forward: ExpertsForward) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer_index)
+        self.self_attn = make_attention(config, layer_index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MoE(config, experts_forward)
+        self.compute_dtype = TORCH_DTYPE[config.compute_dtype]
+        self.is_dense = layer_index in config.dense_layers
+        if self.is_dense:
+            self.mlp = Mlp(config.hidden_size, config.dense_hidden_size)
+        else:
+            self.mlp = MoE(config, experts_forward)
 
     def forward(
         self, x_TD: torch.Tensor, by_T1h: torch.Tensor, attend: Attend, replay_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Routing]:
-        """The fp32 residual stream after this block, and its routing."""
+    ) -> tuple[torch.Tensor, Routing | None]:
+        """The fp32 residual stream after this block, and its routing (`None` in a dense layer)."""
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), by_T1h, attend)
-        y_TD, routing = self.mlp(self.post_attention_layernorm(x_TD), replay_TK)
+        normed_TD = self.post_attention_layernorm(x_TD)
+        if self.is_dense:
+            return x_TD + self.mlp(normed_TD.to(self.compute_dtype)), None
+        y_TD, routing = self.mlp(normed_TD, replay_TK)
         return x_TD + y_TD, routing
 
 
@@ -108,15 +119,17 @@ class Transformer(nn.Module):
             replay_TLK: Recorded routes to use instead of the router's own choice; the router still weighs them and
                 gets gradient. `None`: the router chooses.
         """
-        by_T1h = rotation(positions_T, self.config.head_dim, self.config.rope.theta)
+        by_T1h = rotation(positions_T, self.config.rotary_dim, self.config.rope)
         x_TD = self.model.embed_tokens(ids_T)
         routings: list[Routing] = []
-        for index, layer in enumerate(self.model.layers):
-            x_TD, routing = layer(x_TD, by_T1h, attend, None if replay_TLK is None else replay_TLK[:, index])
-            routings.append(routing)
+        for layer in self.model.layers:
+            replay_TK = None if replay_TLK is None or layer.is_dense else replay_TLK[:, len(routings)]
+            x_TD, routing = layer(x_TD, by_T1h, attend, replay_TK)
+            if routing is not None:
+                routings.append(routing)
         return TransformerOutput(
             hidden_TD=self.model.norm(x_TD),
-            routes_TLK=torch.stack([routing.chosen_TK for routing in routings], dim=1).to(torch.uint8),
+            routes_TLK=torch.stack([routing.chosen_TK for routing in routings], dim=1).to(route_dtype(self.config)),
             router_logits_TE=tuple(routing.logits_TE for routing in routings),
         )
 
@@ -130,6 +143,11 @@ class Transformer(nn.Module):
         return project_logits(hidden_TD, output.weight)
 
 
+def route_dtype(config: ModelConfig) -> torch.dtype:
+    """The dtype of recorded choices: one byte while that can name every expert."""
+    return torch.uint8 if config.num_experts <= 256 else torch.int16
+
+
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, without allocating any."""
     with torch.device("meta"):
@@ -141,15 +159,15 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def init_weights(model: nn.Module, seed: int) -> None:
     """Fill every parameter from `seed`; each has its own stream, keyed by its name.
 
-    Norms are 1, biases 0, embeddings N(0, 0.05^2), expert matrices N(0, 1 / fan_in) with the down projection divided by
-    3 (residual branches start small), every other matrix U(+-1 / sqrt(fan_in)).
+    Norms are 1, biases and sinks 0, embeddings N(0, 0.05^2), expert matrices N(0, 1 / fan_in) with the down projection
+    divided by 3 (residual branches start small), every other matrix U(+-1 / sqrt(fan_in)).
     """
     for name, parameter in model.named_parameters():
         key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
         fan_in = parameter.shape[-1]
         value = torch.empty(parameter.shape)
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             value.zero_()
         elif parameter.ndim == 1:
             value.fill_(1.0)

@@ -31,6 +31,10 @@ class ExpertsForward(Protocol):
         down_EDF: torch.Tensor,
         chosen_TK: torch.Tensor,
         weights_TK: torch.Tensor,
+        *,
+        gate_up_bias_E2F: torch.Tensor | None = None,
+        down_bias_ED: torch.Tensor | None = None,
+        clamp: reference.Clamp | None = None,
     ) -> torch.Tensor:
         """fp32 [T, D]."""
         ...

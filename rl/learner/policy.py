@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from model.attention import PackedAttention
 from model.config import ModelConfig
 from model.layers import TORCH_DTYPE, project_logits
+from model.packed_attention import PackedAttention
 from model.snapshot import (
     PackedTensor,
     StraightThrough,

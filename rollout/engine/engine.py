@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from model.config import ModelConfig
-from model.layers import TORCH_DTYPE
 from model.transformer import Transformer
 from rollout.engine.kv_cache import KvCache
 from rollout.engine.sampling import choose, counter_uniform
@@ -67,14 +66,7 @@ class Engine:
             self._model = Transformer(config)
         self._stop_id = stop_id
         self._version: WeightVersion | None = None
-        self._cache = KvCache(
-            num_layers=config.num_layers,
-            num_rows=max_sessions,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_tokens=max_tokens,
-            dtype=TORCH_DTYPE[config.compute_dtype],
-        )
+        self._cache = KvCache.of(config, num_rows=max_sessions, max_tokens=max_tokens)
 
     @property
     def max_sessions(self) -> int:

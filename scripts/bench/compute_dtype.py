@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from model.attention import PackedAttention
 from model.config import ComputeDtype, ModelConfig
 from model.layers import project_logits
+from model.packed_attention import PackedAttention
 from model.transformer import Transformer, init_weights
 from rl.report import machine_facts
 

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention import PackedAttention
 from model.config import ComputeDtype, ModelConfig
+from model.packed_attention import PackedAttention
 from model.transformer import Transformer, init_weights
 from rollout.engine.engine import Engine, EngineError
 from rollout.engine.kv_cache import CacheError, KvCache
 from rollout.engine.sampling import choose, counter_uniform
 from rollout.types import FinishReason, SampleRequest, SamplingParams, WeightVersion
+from tests.numerics import families
+from tests.numerics.families import MINI
 from tests.numerics.tolerances import BF16_ENGINE_LOGPROB, ENGINE_LOGPROB
 
 STOP = 5
@@ -33,10 +35,13 @@ CONFIGS = {
         CONFIG, num_kv_heads=4, router_bias=True, shared_expert_hidden_size=32, tie_embeddings=True
     ),
     "one kv head, all experts": dataclasses.replace(CONFIG, num_kv_heads=1, num_experts=3, num_experts_per_tok=3),
+    **{f"family {family}": config for family, config in MINI.items()},
 }
 
 
 def make_model(config=CONFIG, seed=0):
+    if config in MINI.values():
+        return families.make_model(config, seed)
     model = Transformer(config)
     init_weights(model, seed)
     with torch.no_grad():
@@ -102,7 +107,7 @@ def full_forward(model, ids, replay=None):
 def check(model, request, generation, routes, *, tolerance=ENGINE_LOGPROB, replay=False):
     """Compare one generation, and all routes of its session so far, with the full forward."""
     ids = request.prompt_ids + generation.ids
-    assert routes.shape == (len(ids) - 1, model.config.num_layers, model.config.num_experts_per_tok)
+    assert routes.shape == (len(ids) - 1, len(model.config.moe_layers), model.config.num_experts_per_tok)
     assert routes.dtype == np.uint8
     recorded = torch.from_numpy(routes)
     logits, expected_routes = full_forward(model, ids[:-1], recorded if replay else None)
@@ -240,7 +245,7 @@ def test_seed_and_position_decide_and_nothing_else():
 def test_what_a_cache_slot_held_before_never_leaks(poison):
     clean, dirty = make_engine(), make_engine()
     dirty._cache.keys_LNGCd.fill_(poison)
-    dirty._cache.values_LNGCd.fill_(poison)
+    dirty._cache.values_LNGCe.fill_(poison)
     first = clean.generate(FIRST_TURN), dirty.generate(FIRST_TURN)
     assert all(same(a, b) for a, b in zip(*first, strict=True))
     second = [engine.generate(second_turn(FIRST_TURN, first[0])) for engine in (clean, dirty)]

@@ -135,3 +135,52 @@ def test_repeated_calls_give_the_same_bits():
     first, second = run(eager.experts_forward, *case), run(eager.experts_forward, *case)
     assert torch.equal(first[0], second[0])
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+
+
+CLAMP = reference.Clamp(limit=0.7, alpha=1.702)  # random inputs exceed the limit on every side
+
+
+@pytest.mark.parametrize("clamp", [None, CLAMP])
+@pytest.mark.parametrize("experts", [None, (1, 2, 3)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 67])
+def test_biases_and_the_clamped_unit(clamp, experts, num_tokens):
+    (x, gate_up, down, weights), chosen, upstream = make_case(num_tokens, 33, 31, 5, 3, experts=experts)
+    g = torch.Generator().manual_seed(1)
+    gate_up_bias = torch.randn(5, 62, generator=g).requires_grad_()
+    down_bias = torch.randn(5, 33, generator=g).requires_grad_()
+    inputs = (x, gate_up, down, weights, gate_up_bias, down_bias)
+
+    def run_with_biases(experts_forward):
+        y = experts_forward(
+            x, gate_up, down, chosen, weights, gate_up_bias_E2F=gate_up_bias, down_bias_ED=down_bias, clamp=clamp
+        )
+        return y, torch.autograd.grad(y, inputs, upstream)
+
+    expected, expected_grads = run_with_biases(reference.experts_forward)
+    actual, grads = run_with_biases(eager.experts_forward)
+    assert relative_error(actual, expected) < EXPERTS_FORWARD
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert relative_error(grad, expected_grad) < EXPERTS_BACKWARD
+
+
+def test_the_clamped_unit_by_hand():
+    """gate 9 is clamped to 7, up -9 to -7; a gate of -9 is not clamped: there is no lower limit."""
+    clamp = reference.Clamp(limit=7.0, alpha=1.702)
+    out = reference.gated_unit(torch.tensor([9.0, -9.0, 1.0]), torch.tensor([-9.0, 9.0, 0.5]), clamp)
+    sigmoid = 1 / (1 + (-1.702 * torch.tensor([7.0, -9.0, 1.0])).exp())
+    torch.testing.assert_close(out, torch.tensor([7.0, -9.0, 1.0]) * sigmoid * torch.tensor([-6.0, 8.0, 1.5]))
+
+
+@pytest.mark.parametrize("clamp", [None, CLAMP])
+def test_gradients_with_biases_against_finite_differences(clamp):
+    inputs, chosen, _ = make_case(5, 3, 2, 3, 2)
+    g = torch.Generator().manual_seed(2)
+    biases = (torch.randn(3, 4, generator=g), torch.randn(3, 3, generator=g))
+    doubles = tuple(t.detach().double().requires_grad_() for t in (*inputs, *biases))
+
+    def forward(x, gate_up, down, weights, gate_up_bias, down_bias):
+        return eager.experts_forward(
+            x, gate_up, down, chosen, weights, gate_up_bias_E2F=gate_up_bias, down_bias_ED=down_bias, clamp=clamp
+        )
+
+    assert torch.autograd.gradcheck(forward, doubles)

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention import PackedAttention
 from model.checkpoint import save_model
 from model.config import ModelConfig
 from model.layers import project_logits
 from model.moe_losses import dispatch_totals, load_balancing_loss, router_sums, router_z_loss
 from model.mxfp4 import dequantize
+from model.packed_attention import PackedAttention
 from model.snapshot import Format, StraightThrough, digest, tensor_format, verify
 from model.transformer import Transformer, init_weights, parameter_shapes
 from rl.algorithms.grpo import Grpo

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from model.kernels.grouped_experts.reference import Clamp, gated_unit
+
 
 def experts_forward(
     x_TD: torch.Tensor,
@@ -25,9 +27,15 @@ def experts_forward(
     down_EDF: torch.Tensor,
     chosen_TK: torch.Tensor,
     weights_TK: torch.Tensor,
+    *,
+    gate_up_bias_E2F: torch.Tensor | None = None,
+    down_bias_ED: torch.Tensor | None = None,
+    clamp: Clamp | None = None,
 ) -> torch.Tensor:
     """The same function of the same arguments as `reference.experts_forward`."""
-    return _SortedExperts.apply(x_TD, gate_up_E2FD, down_EDF, chosen_TK, weights_TK)  # pyright: ignore[reportReturnType]
+    return _SortedExperts.apply(  # pyright: ignore[reportReturnType]
+        x_TD, gate_up_E2FD, down_EDF, chosen_TK, weights_TK, gate_up_bias_E2F, down_bias_ED, clamp
+    )
 
 
 class _SortedExperts(torch.autograd.Function):
@@ -39,6 +47,9 @@ class _SortedExperts(torch.autograd.Function):
         down_EDF: torch.Tensor,
         chosen_TK: torch.Tensor,
         weights_TK: torch.Tensor,
+        gate_up_bias_E2F: torch.Tensor | None,
+        down_bias_ED: torch.Tensor | None,
+        clamp: Clamp | None,
     ) -> torch.Tensor:
         num_tokens, num_ranks = chosen_TK.shape
         num_experts, dim, hidden = down_EDF.shape
@@ -51,25 +62,26 @@ class _SortedExperts(torch.autograd.Function):
 
         x_ND = x_TD.index_select(0, token_N)
         h_N2F = x_ND.new_empty(len(order_N), 2 * hidden)
-        _multiply(x_ND, gate_up_E2FD, counts, out=h_N2F)
-        silu_NF = F.silu(h_N2F[:, :hidden])
-        act_NF = silu_NF * h_N2F[:, hidden:]
+        _multiply(x_ND, gate_up_E2FD, gate_up_bias_E2F, counts, out=h_N2F)
+        unit = _Swiglu() if clamp is None else _ClampedSwiglu(clamp)
+        act_NF = unit.forward(h_N2F)
         out_ND = x_ND.new_empty(len(order_N), dim)
-        _multiply(act_NF, down_EDF, counts, out=out_ND)
+        _multiply(act_NF, down_EDF, down_bias_ED, counts, out=out_ND)
 
         ctx.save_for_backward(
-            x_ND, h_N2F, silu_NF, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N
+            x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N
         )
-        ctx.counts = counts
+        ctx.counts, ctx.unit = counts, unit
+        ctx.has_bias = (gate_up_bias_E2F is not None, down_bias_ED is not None)
         return _combine(out_ND, row_of_choice_N.view(num_tokens, num_ranks), weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_TD,) = grads
-        x_ND, h_N2F, silu_NF, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N = (
+        x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N = (
             ctx.saved_tensors
         )
-        counts, hidden = ctx.counts, act_NF.shape[1]
+        counts = ctx.counts
         rows_TK = row_of_choice_N.view(weights_TK.shape)
 
         grad_out_ND = grad_TD.index_select(0, token_N)
@@ -77,25 +89,88 @@ class _SortedExperts(torch.autograd.Function):
         grad_weights_TK = grad_weights_N.index_select(0, row_of_choice_N).view(weights_TK.shape)
         grad_out_ND = grad_out_ND.mul_(weights_TK.reshape(-1).index_select(0, order_N).unsqueeze(-1)).to(x_ND.dtype)
 
+        has_gate_up_bias, has_down_bias = ctx.has_bias
+        grad_down_bias_ED = _sum_rows(grad_out_ND, counts) if has_down_bias else None
         grad_act_NF, grad_down_EDF = _multiply_backward(grad_out_ND, act_NF, down_EDF, counts)
-
-        grad_h_N2F = torch.empty_like(h_N2F)
-        gate, up = h_N2F[:, :hidden], h_N2F[:, hidden:]
-        torch.mul(grad_act_NF, silu_NF, out=grad_h_N2F[:, hidden:])
-        torch.ops.aten.silu_backward.grad_input(grad_act_NF.mul_(up), gate, grad_input=grad_h_N2F[:, :hidden])
-
+        grad_h_N2F = ctx.unit.backward(grad_act_NF, h_N2F)
+        grad_gate_up_bias_E2F = _sum_rows(grad_h_N2F, counts) if has_gate_up_bias else None
         grad_x_ND, grad_gate_up_E2FD = _multiply_backward(grad_h_N2F, x_ND, gate_up_E2FD, counts)
 
         grad_x_TD = _combine(grad_x_ND, rows_TK, None).to(x_ND.dtype)
-        return grad_x_TD, grad_gate_up_E2FD, grad_down_EDF, None, grad_weights_TK
+        return (
+            grad_x_TD,
+            grad_gate_up_E2FD,
+            grad_down_EDF,
+            None,
+            grad_weights_TK,
+            grad_gate_up_bias_E2F,
+            grad_down_bias_ED,
+            None,
+        )
 
 
-def _multiply(x_NI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int], *, out: torch.Tensor) -> None:
+class _Swiglu:
+    """silu(g) u and its gradient to the buffer [g | u]; keeps silu(g) between the two."""
+
+    def forward(self, h_N2F: torch.Tensor) -> torch.Tensor:
+        gate_NF, up_NF = h_N2F.chunk(2, dim=-1)
+        self._silu_NF = F.silu(gate_NF)
+        return self._silu_NF * up_NF
+
+    def backward(self, grad_NF: torch.Tensor, h_N2F: torch.Tensor) -> torch.Tensor:
+        """The gradient to the buffer; `grad_NF` is overwritten."""
+        grad_h_N2F = torch.empty_like(h_N2F)
+        (grad_gate_NF, grad_up_NF), (gate_NF, up_NF) = grad_h_N2F.chunk(2, dim=-1), h_N2F.chunk(2, dim=-1)
+        torch.mul(grad_NF, self._silu_NF, out=grad_up_NF)
+        torch.ops.aten.silu_backward.grad_input(grad_NF.mul_(up_NF), gate_NF, grad_input=grad_gate_NF)
+        return grad_h_N2F
+
+
+class _ClampedSwiglu:
+    """gpt-oss's unit (`reference.gated_unit`) and its gradient: where an input is clamped, none passes."""
+
+    def __init__(self, clamp: Clamp) -> None:
+        self._clamp = clamp
+
+    def forward(self, h_N2F: torch.Tensor) -> torch.Tensor:
+        gate_NF, up_NF = h_N2F.chunk(2, dim=-1)
+        return gated_unit(gate_NF, up_NF, self._clamp)
+
+    def backward(self, grad_NF: torch.Tensor, h_N2F: torch.Tensor) -> torch.Tensor:
+        """d/dg = s (1 + alpha g (1 - s)) (u + 1) and d/du = g s, with s = sigmoid(alpha g) and g, u clamped."""
+        limit, alpha = self._clamp
+        gate_NF, up_NF = h_N2F.chunk(2, dim=-1)
+        g_NF, u_NF = gate_NF.clamp(max=limit), up_NF.clamp(-limit, limit)
+        s_NF = torch.sigmoid(alpha * g_NF)
+        slope_NF = s_NF * (1 + alpha * g_NF * (1 - s_NF)) * (u_NF + 1)
+        grad_gate_NF = torch.where(gate_NF <= limit, grad_NF * slope_NF, 0)
+        grad_up_NF = torch.where(up_NF.abs() <= limit, grad_NF * g_NF * s_NF, 0)
+        return torch.cat([grad_gate_NF, grad_up_NF], dim=-1)
+
+
+def _multiply(
+    x_NI: torch.Tensor,
+    weight_EOI: torch.Tensor,
+    bias_EO: torch.Tensor | None,
+    counts: list[int],
+    *,
+    out: torch.Tensor,
+) -> None:
     """Each expert's rows times its transposed matrix; an expert without rows costs no call (decoding touches few)."""
     transposed = weight_EOI.transpose(1, 2).unbind(0)
-    for count, x, weight, rows in zip(counts, x_NI.split(counts), transposed, out.split(counts), strict=True):
-        if count:
-            torch.mm(x, weight, out=rows)
+    for expert, (x, rows) in enumerate(zip(x_NI.split(counts), out.split(counts), strict=True)):
+        if not counts[expert]:
+            continue
+        if bias_EO is None:
+            torch.mm(x, transposed[expert], out=rows)
+        else:
+            torch.addmm(bias_EO[expert], x, transposed[expert], out=rows)
+
+
+def _sum_rows(grad_NO: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """The gradient of each expert's bias [E, O], summed in fp32 (or wider)."""
+    wide = torch.promote_types(grad_NO.dtype, torch.float32)
+    return torch.stack([rows.sum(0, dtype=wide) for rows in grad_NO.split(counts)]).to(grad_NO.dtype)
 
 
 def _multiply_backward(

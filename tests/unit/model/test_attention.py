@@ -1,6 +1,6 @@
 import pytest
 
-from model.attention import _BUCKET_RATIO, _buckets, sequence_lengths
+from model.packed_attention import _BUCKET_RATIO, _buckets, sequence_lengths
 
 
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 5], [1, 100, 75, 74, 50, 100, 2, 3], list(range(1, 200))])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from model.attention import PackedAttention, ReferenceAttention
 from model.config import ComputeDtype, ConfigError, ModelConfig
 from model.layers import project_logits
+from model.packed_attention import PackedAttention, ReferenceAttention
 from model.snapshot import StraightThrough, published_view, view
 from model.transformer import Transformer, init_weights, parameter_shapes
 from tests.numerics.tolerances import BF16_TRANSFORMER, TRANSFORMER_PACKING, relative_error

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention import PackedAttention
 from model.config import ModelConfig
 from model.layers import project_logits
+from model.packed_attention import PackedAttention
 from model.transformer import Transformer, init_weights
 from rl.algorithms.grpo import Grpo
 from rl.batch import Batch, BatchError, TrainSample, micro_batches, pack, sample_from_segment
