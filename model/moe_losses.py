@@ -4,7 +4,8 @@
     router z-loss    mean of logsumexp(logits)^2    ST-MoE (Zoph et al. 2022, eq. 5)
 
 f_e is the share of dispatched (token, rank) choices that went to expert e, so it sums to 1 for any K, and P_e the mean
-over tokens of the softmax over *all* experts. With f and P uniform the first loss is 1. Both are averaged over layers.
+over tokens of the softmax over *all* experts; for a router of sigmoids, of each one's share of their sum (DeepSeek-V3,
+eq. 19). With f and P uniform the first loss is 1. Both are averaged over layers.
 
 Invariant: the loss of a batch does not depend on how it is packed or cut. A product of two means is not a sum over
 micro-batches, so the dispatch counts of the whole batch (`DispatchTotals`, no gradient) come first; given those, the
@@ -21,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from model.config import RouterScores
 
 
 class RouterLossError(ValueError):
@@ -53,14 +56,23 @@ def dispatch_totals(routes_TLK: torch.Tensor, mask_T: torch.Tensor, num_experts:
     return DispatchTotals(counts_LE=torch.stack(counts), num_tokens=len(real_TLK))
 
 
-def router_sums(router_logits_TE: Sequence[torch.Tensor], mask_T: torch.Tensor) -> RouterSums:
+def router_sums(
+    router_logits_TE: Sequence[torch.Tensor], mask_T: torch.Tensor, scores: RouterScores = RouterScores.softmax
+) -> RouterSums:
     """Sums over the tokens where the bool mask is set, for each layer's fp32 logits."""
     probabilities, z_squares = [], []
     for logits_TE in router_logits_TE:
         real_TE = logits_TE.float()[mask_T]
-        probabilities.append(real_TE.softmax(-1).sum(0))
+        probabilities.append(_probabilities(real_TE, scores).sum(0))
         z_squares.append(real_TE.logsumexp(-1).square().sum())
     return RouterSums(probability_LE=torch.stack(probabilities), z_squared_L=torch.stack(z_squares))
+
+
+def _probabilities(logits_TE: torch.Tensor, scores: RouterScores) -> torch.Tensor:
+    if scores is RouterScores.softmax:
+        return logits_TE.softmax(-1)
+    sigmoids_TE = logits_TE.sigmoid()
+    return sigmoids_TE / sigmoids_TE.sum(-1, keepdim=True)
 
 
 def load_balancing_loss(sums: RouterSums, totals: DispatchTotals) -> torch.Tensor:

@@ -64,6 +64,7 @@ class DeepSpeedEngine:
         deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False)
         self._engine: Any = deepspeed.initialize(model=module, config=_deepspeed_config(settings))[0]
         self._masters = dict(module.named_parameters())
+        self._trained = {name: master for name, master in self._masters.items() if master.requires_grad}
 
     def forward(self, *args: Any) -> Any:
         """The module's forward, with the engine's hooks."""
@@ -81,14 +82,14 @@ class DeepSpeedEngine:
         return float(self._engine.get_global_grad_norm())
 
     def optimizer_state(self) -> tuple[dict[str, torch.Tensor], int]:
-        """The moments of every parameter (`<moment>/<name>`, fp32) and the number of steps taken."""
+        """The moments of every trained parameter (`<moment>/<name>`, fp32) and the number of steps taken."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         num_steps = self._num_steps()
         if num_steps == 0:
             return {}, 0
         moments: dict[str, torch.Tensor] = {}
-        for name, parameter in self._masters.items():
+        for name, parameter in self._trained.items():
             for moment in MOMENTS:
                 value = safe_get_full_optimizer_state(parameter, moment)
                 assert value is not None
@@ -114,6 +115,8 @@ class DeepSpeedEngine:
         with torch.no_grad():
             for name, parameter in self._masters.items():
                 parameter.copy_(masters[name])
+                if name not in self._trained:
+                    continue
                 safe_set_full_fp32_param(parameter, masters[name])
                 if has_state:
                     for moment in MOMENTS:

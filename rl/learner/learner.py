@@ -192,7 +192,7 @@ class Learner:
         share = batch.num_tokens / num_packed
         real_T = torch.ones(batch.num_tokens, dtype=torch.bool)  # packed: every token is real
         totals = dispatch_totals(out.routes_TLK, real_T, self._spec.model.num_experts)
-        sums = router_sums(out.router_logits_TE, real_T)
+        sums = router_sums(out.router_logits_TE, real_T, self._spec.model.router_scores)
         balance = load_balancing_loss(sums, totals) * share
         z_loss = router_z_loss(sums, totals) * share
         weighted = self._spec.load_balance_coef * balance + self._spec.router_z_coef * z_loss

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from model.config import RouterScores
 from model.moe_losses import (
     RouterLossError,
     dispatch_totals,
@@ -121,3 +122,12 @@ def test_an_empty_micro_batch_is_zero_and_an_empty_batch_is_an_error():
     assert balance.item() == z.item() == 0.0
     with pytest.raises(RouterLossError, match="must have a real token, got 0"):
         both_losses(logits, routes, nothing)
+
+
+def test_a_router_of_sigmoids_balances_their_shares():
+    """One token: sigmoids of .5, .25 and .25 are shares of 1/2, 1/4 and 1/4; a top 1 of expert 0 makes f = (1, 0, 0)."""
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).logit()
+    mask = torch.ones(1, dtype=torch.bool)
+    totals = dispatch_totals(torch.zeros(1, 1, 1, dtype=torch.uint8), mask, 3)
+    loss = load_balancing_loss(router_sums([logits], mask, RouterScores.sigmoid), totals)
+    assert loss.item() == pytest.approx(3 * 0.5)

@@ -1,0 +1,145 @@
+"""Every family goes through the same engine and the same learner: sample, gate, update, publish, sample again."""
+
+import dataclasses
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import save_model
+from model.config import Family, ModelConfig
+from model.layers import TORCH_DTYPE
+from model.snapshot import view
+from rl.algorithms.grpo import Grpo
+from rl.batch import TrainSample
+from rl.learner.deepspeed import OptimizerSettings, Rendezvous
+from rl.learner.learner import Learner, LearnerSpec
+from rl.parity import BOUNDS
+from rollout.engine.engine import Engine
+from rollout.types import SampleRequest, SamplingParams, WeightVersion
+from tests.numerics.families import MINI, make_model
+
+GRPO = Grpo(clip_low=0.2, clip_high=0.28, normalize=False)
+NO_STOP = 10**6
+NUM_SAMPLES, PROMPT, ANSWER = 6, 12, 16
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """DeepSpeed meets its ranks through environment variables."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def make_learner(config: ModelConfig, start: Path) -> Learner:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    optimizer = OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, zero_stage=1)
+    spec = LearnerSpec(
+        model=config, optimizer=optimizer, start=start, num_threads=1, micro_batch_tokens=60,
+        load_balance_coef=0.01, router_z_coef=0.001,
+    )  # fmt: skip
+    return Learner(spec, Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=port))
+
+
+def write_start(config: ModelConfig, folder: Path) -> Path:
+    folder.mkdir()
+    save_model(folder, config, dict(make_model(config).named_parameters()), {})
+    return folder
+
+
+def publish(learner: Learner, engine: Engine, config: ModelConfig, version: int) -> None:
+    snapshot, _ = learner.snapshot(WeightVersion(version))
+    dtype = TORCH_DTYPE[config.compute_dtype]
+    engine.swap_weights(snapshot.version, {name: view(packed, dtype) for name, packed in snapshot.tensors.items()})
+
+
+def sampled(engine: Engine, version: int) -> list[TrainSample]:
+    """Answers to random prompts, as a rollout records them; advantages of both signs."""
+    rng = np.random.default_rng(version)
+    requests = [
+        SampleRequest(
+            session=100 * version + i,
+            prompt_ids=tuple(rng.integers(0, 40, PROMPT + i).tolist()),
+            params=SamplingParams(max_tokens=ANSWER),
+            seed=i,
+        )
+        for i in range(NUM_SAMPLES)
+    ]
+    samples = []
+    for i, (request, generation) in enumerate(zip(requests, engine.generate(requests), strict=True)):
+        engine.close_session(request.session)
+        ids = np.array(request.prompt_ids + generation.ids)
+        samples.append(
+            TrainSample(
+                key=f"{i}",
+                ids_T=ids,
+                targets_R=np.arange(len(request.prompt_ids), len(ids)),
+                behavior_logprobs_R=generation.logprobs_T,
+                advantages_R=np.full(ANSWER, (-1.0) ** i, np.float32),
+                routes_TLK=generation.routes_TLK,
+                weight_version=version,
+                trained=True,
+            )
+        )
+    return samples
+
+
+@pytest.mark.parametrize("family", Family)
+def test_two_rounds_of_grpo_pass_the_parity_gate_and_move_every_trained_tensor(family: Family, tmp_path: Path):
+    config = MINI[family]
+    learner = make_learner(config, write_start(config, tmp_path / "start"))
+    engine = Engine(config, max_sessions=NUM_SAMPLES, max_tokens=64, stop_id=NO_STOP)
+    before = {name: p.detach().clone() for name, p in learner._policy.model.named_parameters()}
+    for version in range(2):
+        publish(learner, engine, config, version)
+        samples = sampled(engine, version)
+        report = learner.parity(samples)
+        assert report.num_tokens == NUM_SAMPLES * ANSWER
+        assert report.violation(BOUNDS[config.compute_dtype]) is None
+        assert report.num_flipped == 0
+        update = learner.update([samples], GRPO, 1e-3)
+        assert update is not None
+        assert update.expert_load_LE.shape == (len(config.moe_layers), config.num_experts)
+    for name, parameter in learner._policy.model.named_parameters():
+        moved = not torch.equal(parameter, before[name])
+        assert moved == parameter.requires_grad, name
+    assert {n for n, p in learner._policy.model.named_parameters() if not p.requires_grad} == {
+        n for n in before if n.endswith("selection_bias")
+    }
+
+
+@pytest.mark.parametrize("family", Family)
+def test_fitting_lowers_the_loss_and_the_state_comes_back_to_the_last_bit(family: Family, tmp_path: Path):
+    config = MINI[family]
+    learner = make_learner(config, write_start(config, tmp_path / "start"))
+    engine = Engine(config, max_sessions=NUM_SAMPLES, max_tokens=64, stop_id=NO_STOP)
+    publish(learner, engine, config, 0)
+    samples = sampled(engine, 0)
+    losses = [learner.fit(samples, 1e-2) for _ in range(12)]
+    assert losses[-1] < 0.7 * losses[0]
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    learner.save(saved)
+    expected = [learner.fit(samples, 1e-2) for _ in range(2)]
+    other = make_learner(config, tmp_path / "start")
+    other.load(saved)
+    assert [other.fit(samples, 1e-2) for _ in range(2)] == expected
+    assert other.digests() == learner.digests()
+
+
+def test_routes_of_more_than_256_experts_are_kept_whole(tmp_path: Path):
+    config = dataclasses.replace(MINI[Family.mixtral], num_experts=300, num_layers=1, window_layers=[0])
+    learner = make_learner(config, write_start(config, tmp_path / "start"))
+    engine = Engine(config, max_sessions=NUM_SAMPLES, max_tokens=64, stop_id=NO_STOP)
+    publish(learner, engine, config, 0)
+    samples = sampled(engine, 0)
+    assert max(int(each.routes_TLK.max()) for each in samples) > 255
+    assert learner.parity(samples).num_flipped == 0
