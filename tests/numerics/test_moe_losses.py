@@ -125,7 +125,7 @@ def test_an_empty_micro_batch_is_zero_and_an_empty_batch_is_an_error():
 
 
 def test_a_router_of_sigmoids_balances_their_shares():
-    """One token: sigmoids of .5, .25 and .25 are shares of 1/2, 1/4 and 1/4; a top 1 of expert 0 makes f = (1, 0, 0)."""
+    """One token with sigmoids .5, .25 and .25, so shares 1/2, 1/4 and 1/4; its one choice makes f = (1, 0, 0)."""
     logits = torch.tensor([[0.5, 0.25, 0.25]]).logit()
     mask = torch.ones(1, dtype=torch.bool)
     totals = dispatch_totals(torch.zeros(1, 1, 1, dtype=torch.uint8), mask, 3)
