@@ -79,7 +79,7 @@ class RolloutWorker:
             spec.model,
             max_sessions=spec.max_sessions,
             max_tokens=spec.env.max_context_tokens,
-            stop_id=self._renderer.stop_id,
+            stop_ids=(self._renderer.stop_id,),
         )
         self._subscriber = Subscriber(spec.model, self._engine)
         self._envs = build_factory(spec.env)

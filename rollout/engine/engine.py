@@ -9,7 +9,7 @@ Shapes: N requests, T packed tokens, L layers, K experts a token, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,10 +39,10 @@ class _Row:
     routes: list[np.ndarray] = field(default_factory=list[np.ndarray])
     finish: FinishReason | None = None
 
-    def append(self, token: int, logprob: float, stop_id: int) -> None:
+    def append(self, token: int, logprob: float, stop_ids: Collection[int]) -> None:
         self.ids.append(token)
         self.logprobs.append(logprob)
-        if token == stop_id:
+        if token in stop_ids:
             self.finish = FinishReason.STOP
         elif len(self.ids) == self.request.params.max_tokens:
             self.finish = FinishReason.LENGTH
@@ -61,10 +61,10 @@ class _Row:
 class Engine:
     """Decodes for one model. `max_sessions` rows of `max_tokens` positions are reserved at once."""
 
-    def __init__(self, config: ModelConfig, *, max_sessions: int, max_tokens: int, stop_id: int):
+    def __init__(self, config: ModelConfig, *, max_sessions: int, max_tokens: int, stop_ids: Collection[int]):
         with torch.device("meta"):
             self._model = Transformer(config)
-        self._stop_id = stop_id
+        self._stop_ids = frozenset(stop_ids)
         self._version: WeightVersion | None = None
         self._cache = KvCache.of(config, num_rows=max_sessions, max_tokens=max_tokens)
 
@@ -138,7 +138,7 @@ class Engine:
         for row, ids, end, token, logprob in zip(batch, new_ids, ends_N.tolist(), tokens, logprobs, strict=True):
             if row.finish is None:
                 row.routes.append(routes_TLK[start : start + len(ids)])
-                row.append(token, logprob, self._stop_id)
+                row.append(token, logprob, self._stop_ids)
             start = end
 
     def _sample(self, batch: list[_Row], logits_NV: torch.Tensor) -> tuple[list[int], list[float]]:

@@ -160,7 +160,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
     for step in range(40):
         loss = learner.fit([demonstration(32 * step + i) for i in range(32)], 1e-2 * min(1.0, (step + 1) / 10))
     assert loss < 2.0  # of log 48 = 3.9 at the start
-    engine = Engine(MODEL, max_sessions=EPISODES, max_tokens=MODEL.max_positions, stop_id=STOP)
+    engine = Engine(MODEL, max_sessions=EPISODES, max_tokens=MODEL.max_positions, stop_ids={STOP})
     yield Loop(learner, engine, Subscriber(MODEL, engine))
     os.environ.clear()
     os.environ.update(environment)

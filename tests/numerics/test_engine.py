@@ -54,7 +54,7 @@ MODEL = make_model()
 
 
 def make_engine(model=MODEL, *, max_sessions=8, max_tokens=64, version=1):
-    engine = Engine(model.config, max_sessions=max_sessions, max_tokens=max_tokens, stop_id=STOP)
+    engine = Engine(model.config, max_sessions=max_sessions, max_tokens=max_tokens, stop_ids={STOP})
     engine.swap_weights(WeightVersion(version), model.state_dict())
     return engine
 
@@ -287,7 +287,7 @@ def test_running_views_are_the_weights_in_use():
 
 
 def test_an_engine_without_weights_says_so():
-    engine = Engine(CONFIG, max_sessions=1, max_tokens=8, stop_id=STOP)
+    engine = Engine(CONFIG, max_sessions=1, max_tokens=8, stop_ids={STOP})
     with pytest.raises(EngineError, match="engine: no weights yet, got a request; publish a snapshot first"):
         engine.generate([ask(1)])
 
@@ -367,7 +367,7 @@ def test_tokens_follow_the_softmax_and_no_other_distribution():
 
 def test_the_engine_samples_what_its_model_says():
     model = make_model(dataclasses.replace(CONFIG, vocab_size=12, num_layers=1))
-    engine = Engine(model.config, max_sessions=256, max_tokens=8, stop_id=STOP)
+    engine = Engine(model.config, max_sessions=256, max_tokens=8, stop_ids={STOP})
     engine.swap_weights(WeightVersion(0), model.state_dict())
     ids, counts = (3, 7, 1), np.zeros(12)
     for start in range(0, 2048, 256):

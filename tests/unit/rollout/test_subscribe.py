@@ -48,7 +48,7 @@ def _rescaled():
 
 @pytest.fixture
 def engine():
-    return Engine(CONFIG, max_sessions=2, max_tokens=32, stop_id=5)
+    return Engine(CONFIG, max_sessions=2, max_tokens=32, stop_ids={5})
 
 
 def _say(engine):
@@ -120,7 +120,7 @@ def test_versions_only_grow(engine, version):
 
 def test_views_are_held_in_the_compute_dtype():
     config = dataclasses.replace(CONFIG, compute_dtype=ComputeDtype.bf16)
-    engine = Engine(config, max_sessions=1, max_tokens=32, stop_id=5)
+    engine = Engine(config, max_sessions=1, max_tokens=32, stop_ids={5})
     Subscriber(config, engine).receive(NEW)
     assert {tensor.dtype for tensor in engine._model.state_dict().values()} == {torch.bfloat16}
     assert all(np.array_equal(tensor, view(NEW.tensors[name])) for name, tensor in engine.running_views().items())
@@ -128,6 +128,6 @@ def test_views_are_held_in_the_compute_dtype():
 
 def test_a_snapshot_of_another_model_is_refused():
     config = dataclasses.replace(CONFIG, num_layers=1)
-    engine = Engine(config, max_sessions=1, max_tokens=32, stop_id=5)
+    engine = Engine(config, max_sessions=1, max_tokens=32, stop_ids={5})
     with pytest.raises(SnapshotError, match=r"missing \[\] and extra \['model\.layers\.1\."):
         Subscriber(config, engine).receive(NEW)
