@@ -34,7 +34,8 @@ from rl.learner.group import LearnerGroup
 from rl.learner.learner import LearnerSpec
 from rl.progress import Progress
 from rollout.pool import RolloutPool
-from rollout.renderer import ChatRenderer
+from rollout.renderers.base import Renderer
+from rollout.renderers.registry import make_renderer
 from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from rollout.types import Task, Trajectory
 
@@ -78,7 +79,7 @@ def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
             leaves no room for an answer.
     """
     if config.warm_start.checkpoint is not None:
-        return _given_start(config, Path(config.warm_start.checkpoint))
+        return _given_start(config, Path(config.warm_start.checkpoint), tasks)
     scripts = list(islice(tasks.demonstrations(config.run.seed), _NUM_HASHED_SCRIPTS))
     if not scripts:
         raise WarmStartError(
@@ -89,16 +90,16 @@ def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
     folder = Path(config.warm_start.cache) / _entry_name(config, tokenizer.to_str(), scripts)
     if folder.is_dir():
         verify_seal(folder)
-    _check_prompts(config, ChatRenderer(tokenizer), tasks)
+    _check_prompts(config, make_renderer(config.rollout.chat_format, tokenizer), tasks)
     model = dataclasses.replace(config.model, vocab_size=tokenizer.get_vocab_size())
     return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model)
 
 
-def _check_prompts(config: RunConfig, renderer: ChatRenderer, tasks: TaskSource) -> None:
+def _check_prompts(config: RunConfig, renderer: Renderer, tasks: TaskSource) -> None:
     """Raises WarmStartError when one of the first tasks (the stream is endless) leaves no room for an answer."""
     looked_at = [tasks.train(index) for index in range(config.rollout.prompts_per_round)]
     for task in [*looked_at, *tasks.held_out(config.evaluation.num_tasks)]:
-        num_tokens = len(renderer.opening(task.messages).ids)
+        num_tokens = len(renderer.opening(task.messages, task.tools).ids)
         if num_tokens >= config.env.max_context_tokens:
             raise WarmStartError(
                 f"env.max_context_tokens: must leave room after the task, got {config.env.max_context_tokens} with "
@@ -268,8 +269,9 @@ def _entry_name(config: RunConfig, tokenizer_json: str, scripts: Sequence[tuple[
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
-def _given_start(config: RunConfig, folder: Path) -> StartPlan:
+def _given_start(config: RunConfig, folder: Path, tasks: TaskSource) -> StartPlan:
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+    _check_prompts(config, make_renderer(config.rollout.chat_format, tokenizer), tasks)
     stored = load_model(folder).config
     model = dataclasses.replace(config.model, vocab_size=tokenizer.get_vocab_size())
     if stored != model:

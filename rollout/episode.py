@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from envs.base import Env, EnvError, SandboxLost
-from rollout.renderer import ChatRenderer
+from rollout.renderers.base import Renderer
 from rollout.types import (
     Boundary,
     Checks,
@@ -52,7 +52,7 @@ class EpisodeJob:
     max_context_tokens: int
 
 
-async def run_episode(job: EpisodeJob, env: Env, sampler: Sampler, renderer: ChatRenderer) -> Trajectory:
+async def run_episode(job: EpisodeJob, env: Env, sampler: Sampler, renderer: Renderer) -> Trajectory:
     """Run `job` to its end and return the trajectory, whatever happens. Closes `env` and the sampler's session."""
     started = time.monotonic()
     history = _History()
@@ -78,7 +78,7 @@ async def run_episode(job: EpisodeJob, env: Env, sampler: Sampler, renderer: Cha
 
 
 async def _play(
-    job: EpisodeJob, env: Env, sampler: Sampler, renderer: ChatRenderer, history: _History
+    job: EpisodeJob, env: Env, sampler: Sampler, renderer: Renderer, history: _History
 ) -> tuple[StopReason, Evidence]:
     """The turns and the grading. Sampler and environment are closed whatever happens; failing at that fails it all."""
     try:
@@ -100,11 +100,9 @@ def _masked(failure: Failure) -> Evidence:
     return Evidence(verdict=Verdict.MASKED, turns=(), hidden=Checks(passed=0, declared=0), reason=failure.message)
 
 
-async def _take_turns(
-    job: EpisodeJob, env: Env, sampler: Sampler, renderer: ChatRenderer, history: _History
-) -> StopReason:
+async def _take_turns(job: EpisodeJob, env: Env, sampler: Sampler, renderer: Renderer, history: _History) -> StopReason:
     """Alternate until the environment terminates or a limit truncates; `history` grows turn by turn."""
-    history.add_context(renderer.opening(await env.reset(job.task)))
+    history.add_context(renderer.opening(await env.reset(job.task), job.task.tools))
     for turn_index in range(job.limits.max_turns):
         room = job.max_context_tokens - len(history.ids)
         if room < 1:

@@ -6,26 +6,27 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rollout.renderer import ChatRenderer
-from rollout.types import FinishReason, Generation, SampleRequest, WeightVersion
+from rollout.renderers.base import Renderer
+from rollout.types import FinishReason, Generation, Message, Role, SampleRequest, WeightVersion
 
 SCRIPTED = WeightVersion(-1)
 """The weight version of tokens that no model sampled."""
 
 
 class ScriptedSampler:
-    """Answers the turns of one episode with fixed texts; their logprob is 0 (they were certain)."""
+    """Answers the turns of one episode with fixed messages (or their content); the logprobs are 0: it was certain."""
 
-    def __init__(self, renderer: ChatRenderer, answers: Sequence[str]):
+    def __init__(self, renderer: Renderer, answers: Sequence[str | Message]):
         self._renderer = renderer
-        self._answers: Iterator[str] = iter(answers)
+        self._answers: Iterator[str | Message] = iter(answers)
 
     async def sample(self, request: SampleRequest) -> Generation:
         """The next scripted answer. Raises StopIteration's message as an error when the script is at its end."""
-        text = next(self._answers, None)
-        if text is None:
+        answer = next(self._answers, None)
+        if answer is None:
             raise ValueError(f"script: no answer left, got a request in session {request.session}; lower max_turns")
-        ids = self._renderer.answer_ids(text)
+        message = Message(role=Role.ASSISTANT, content=answer) if isinstance(answer, str) else answer
+        ids = self._renderer.answer_ids(message)
         return Generation(
             ids=ids,
             logprobs_T=np.zeros(len(ids), dtype=np.float32),

@@ -1,7 +1,7 @@
-"""The byte-level BPE tokenizer: trained on an experiment's own corpus, saved beside its checkpoint.
+"""The tokenizer of a checkpoint: any `tokenizer.json`, or a byte-level BPE trained on an experiment's own corpus.
 
-Every byte is a token, so any text can be read and emitted; digits are split. Control tokens are ids of their own that
-no text encodes to: a tool output that spells `<assistant>` stays plain text.
+In the trained one every byte is a token, so any text can be read and emitted; digits are split. Whether a tokenizer has
+the control tokens of a chat format, the format's renderer checks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be trained, or a file that is not one of ours."""
+    """A tokenizer that cannot be trained, or a file that is none."""
 
 
 class Control(StrEnum):
-    """Control tokens, in the order of their ids (0, 1, ...)."""
+    """Control tokens of a trained tokenizer, in the order of their ids (0, 1, ...)."""
 
     BOS = "<bos>"
     SYSTEM = "<system>"
@@ -31,7 +31,6 @@ class Control(StrEnum):
     END = "<end>"
 
 
-CONTROL_IDS = {control: index for index, control in enumerate(Control)}
 _SMALLEST_VOCABULARY = len(Control) + 256
 
 
@@ -54,13 +53,13 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
-    return _checked(tokenizer, "the trained tokenizer")
+    return _plain(tokenizer)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer saved at `path` (`tokenizer.json`)."""
     if not path.is_file():
-        raise TokenizerError(f"tokenizer: no file, got {path}; point to a folder that rl.sft wrote")
+        raise TokenizerError(f"tokenizer: no file, got {path}; point to a checkpoint folder that holds one")
     return _parsed(path.read_text(errors="replace"), f"the tokenizer file {path}")
 
 
@@ -74,16 +73,12 @@ def _parsed(text: str, what: str) -> Tokenizer:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001 (the library raises nothing more special)
         reason = " ".join(str(error).split())
-        raise TokenizerError(f"{what}: is not a tokenizer, got <{reason}>; train one with rl.sft") from None
-    return _checked(tokenizer, what)
+        raise TokenizerError(
+            f"{what}: is not a tokenizer, got <{reason}>; take the checkpoint's, or train one with rl.sft"
+        ) from None
+    return _plain(tokenizer)
 
 
-def _checked(tokenizer: Tokenizer, what: str) -> Tokenizer:
-    for control, index in CONTROL_IDS.items():
-        if tokenizer.token_to_id(control) != index:
-            raise TokenizerError(
-                f"{what}: control token {control} must have id {index}, got {tokenizer.token_to_id(control)}; "
-                "train it with rl.sft"
-            )
+def _plain(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.encode_special_tokens = True  # text that spells a control token is plain text
     return tokenizer

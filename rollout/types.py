@@ -40,11 +40,41 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that can be carried out. `id` is unique within its message; the tool's message names it."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MalformedToolCall:
+    """What stands where a call should: `raw` is the text as it was written, `problem` one line for the policy.
+
+    It is data, so that the environment can answer it (`id` as in `ToolCall`) and a reward can count it.
+    """
+
+    id: str
+    raw: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message, as text. The policy's own messages are carried as token ids beside it (`TokenSpan`)."""
+    """One chat message, as text. The policy's own messages are carried as token ids beside it (`TokenSpan`).
+
+    Of the assistant: `content` is what it says to the user, `reasoning` what it thought (where the chat format keeps
+    the two apart), `tool_calls` what it asks for, in order. Of a tool: `name` is the tool's and `tool_call_id` the
+    call's that it answers; both are empty when it answers the turn as a whole.
+    """
 
     role: Role
     content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall | MalformedToolCall, ...] = ()
+    name: str = ""
+    tool_call_id: str = ""
 
 
 class Split(StrEnum):

@@ -18,10 +18,11 @@ from envs.config import EnvConfig
 from envs.registry import build_factory
 from model.config import ModelConfig
 from model.snapshot import WeightSnapshot
+from rollout.config import ChatFormat
 from rollout.engine.engine import Engine
 from rollout.engine.scheduler import LockstepSampler
 from rollout.episode import EpisodeJob, run_episode
-from rollout.renderer import ChatRenderer
+from rollout.renderers.registry import make_renderer
 from rollout.scripted import ScriptedSampler
 from rollout.subscribe import Subscriber
 from rollout.tokenizer import tokenizer_from_json
@@ -38,6 +39,7 @@ class WorkerSpec:
     num_threads: int
     max_sessions: int
     max_retries: int
+    chat_format: ChatFormat = ChatFormat.native
 
 
 class _MadeAtReset(Env):
@@ -74,12 +76,12 @@ class RolloutWorker:
     def __init__(self, spec: WorkerSpec):
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
-        self._renderer = ChatRenderer(tokenizer_from_json(spec.tokenizer_json))
+        self._renderer = make_renderer(spec.chat_format, tokenizer_from_json(spec.tokenizer_json))
         self._engine = Engine(
             spec.model,
             max_sessions=spec.max_sessions,
             max_tokens=spec.env.max_context_tokens,
-            stop_ids=(self._renderer.stop_id,),
+            stop_ids=self._renderer.stop_ids,
         )
         self._subscriber = Subscriber(spec.model, self._engine)
         self._envs = build_factory(spec.env)

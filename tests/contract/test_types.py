@@ -22,6 +22,7 @@ from rollout.types import (
     Failure,
     FinishReason,
     Generation,
+    MalformedToolCall,
     Message,
     RewardNode,
     Role,
@@ -37,6 +38,7 @@ from rollout.types import (
     Task,
     TaskLimits,
     TokenSpan,
+    ToolCall,
     Trajectory,
     TrajectoryError,
     TrajectoryGroup,
@@ -48,6 +50,9 @@ from rollout.types import (
 from rollout.worker import WorkerSpec
 
 MESSAGE = Message(role=Role.USER, content="héllo\x00<end>")
+CALL = ToolCall(id="call_0", name="f", arguments={"x": [1, {"y": None}]})
+MALFORMED = MalformedToolCall(id="call_1", raw="{", problem="p")
+ANSWER = Message(role=Role.ASSISTANT, content="", reasoning="r", tool_calls=(CALL, MALFORMED))
 LIMITS = TaskLimits(max_turns=2, max_tokens_per_turn=48)
 TASK = Task(id="t", messages=(MESSAGE,), payload={"a": [1, {"b": None}]}, split=Split.HELD_OUT, seed=2**62, tools=({},))
 PARAMS = SamplingParams(temperature=0.7, max_tokens=3)
@@ -57,7 +62,7 @@ SAMPLED_BY = SampledBy(
 )
 CONTEXT = TokenSpan(origin=SpanOrigin.CONTEXT, ids=(0, 2, 3))
 SAMPLED = TokenSpan(origin=SpanOrigin.SAMPLED, ids=(9, 5), sampled_by=SAMPLED_BY, routes_TLK=ROUTES)
-TURN = Turn(spans=(SAMPLED,), message=MESSAGE, observations=(MESSAGE,))
+TURN = Turn(spans=(SAMPLED,), message=ANSWER, observations=(MESSAGE,))
 SEGMENT = Segment(opening=CONTEXT, turns=(TURN,), parent=0)
 CHECKS = Checks(passed=1, declared=3)
 TURN_EVIDENCE = TurnEvidence(well_formed=True, visible=CHECKS, note="n")
@@ -81,8 +86,8 @@ PACKED = PackedTensor(
 VALUES = {
     type(value): value
     for value in (
-        MESSAGE, LIMITS, TASK, PARAMS, SAMPLED_BY, SAMPLED, TURN, SEGMENT, CHECKS, TURN_EVIDENCE, EVIDENCE, FAILURE,
-        TRAJECTORY, NODE, SCORED, PACKED,
+        ANSWER, CALL, MALFORMED, LIMITS, TASK, PARAMS, SAMPLED_BY, SAMPLED, TURN, SEGMENT, CHECKS, TURN_EVIDENCE, EVIDENCE,
+        FAILURE, TRAJECTORY, NODE, SCORED, PACKED,
         TrajectoryGroup(task=TASK, trajectories=(TRAJECTORY, TRAJECTORY)),
         ScoredGroup(task=TASK, scored=(SCORED,)),
         SampleRequest(session=3, prompt_ids=(0, 1), params=PARAMS, seed=5),

@@ -23,8 +23,9 @@ from envs.sandbox.base import SandboxUnavailable
 from rewards.base import score
 from rewards.config import RewardConfig
 from rewards.registry import build_reward
+from rollout.config import ChatFormat
 from rollout.episode import EpisodeJob, run_episode
-from rollout.renderer import ChatRenderer
+from rollout.renderers.registry import make_renderer
 from rollout.scripted import ScriptedSampler
 from rollout.tokenizer import train_tokenizer
 from rollout.types import Boundary, StopReason, TaskLimits, Verdict
@@ -37,7 +38,7 @@ CONFIG = EnvConfig(
     call_timeout_s=1.0,
     sandbox_memory_mb=256,
 )
-RENDERER = ChatRenderer(train_tokenizer([], vocab_size=262))
+RENDERER = make_renderer(ChatFormat.native, train_tokenizer([], vocab_size=262))
 REWARD = build_reward(RewardConfig())
 TASKS = CodingTasks(seed=0, num_visible=3, num_hidden=4)
 TASK = TASKS.train(0)

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from rollout.renderer import ChatRenderer
+from rollout.config import ChatFormat
+from rollout.renderers.registry import make_renderer
 from rollout.tokenizer import train_tokenizer
 
 CORPUS = [
@@ -26,4 +27,4 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def renderer(tokenizer):
-    return ChatRenderer(tokenizer)
+    return make_renderer(ChatFormat.native, tokenizer)

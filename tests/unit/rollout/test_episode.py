@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from envs.base import Env, SandboxLost, StepResult
 from rewards.base import score
+from rollout.config import ChatFormat
 from rollout.episode import EpisodeJob, run_episode
-from rollout.renderer import ChatRenderer
+from rollout.renderers.registry import make_renderer
 from rollout.scripted import SCRIPTED, ScriptedSampler
 from rollout.tokenizer import train_tokenizer
 from rollout.types import (
@@ -31,7 +32,8 @@ from rollout.types import (
     WeightVersion,
 )
 
-RENDERER = ChatRenderer(train_tokenizer(["return x"] * 5, vocab_size=270))
+RENDERER = make_renderer(ChatFormat.native, train_tokenizer(["return x"] * 5, vocab_size=270))
+(STOP_ID,) = RENDERER.stop_ids
 TASK = Task(id="t", messages=(Message(role=Role.USER, content="go"),), payload={}, split=Split.TRAIN, seed=0)
 JOB = EpisodeJob(
     task=TASK,
@@ -42,6 +44,10 @@ JOB = EpisodeJob(
     limits=TaskLimits(max_turns=4, max_tokens_per_turn=20),
     max_context_tokens=10_000,
 )
+
+
+def answer_ids(text):
+    return RENDERER.answer_ids(Message(role=Role.ASSISTANT, content=text))
 
 
 @dataclass
@@ -123,7 +129,7 @@ class FakeEngine(Recording):
             ids=tuple(ids),
             logprobs_T=-np.arange(start, end, dtype=np.float32),
             routes_TLK=np.stack([rows, rows + 100], axis=-1)[:, None],  # [T, 1 layer, 2 experts]
-            finish=FinishReason.STOP if ids[-1] == RENDERER.stop_id else FinishReason.LENGTH,
+            finish=FinishReason.STOP if ids[-1] == STOP_ID else FinishReason.LENGTH,
             weight_version=WeightVersion(5),
         )
 
@@ -165,9 +171,9 @@ def test_spans_say_where_each_token_comes_from():
     trajectory = play(EchoEnv(num_turns=2), Recording("one", "two"))
     opening, first, observation, second = spans(trajectory)
     assert opening == RENDERER.opening(TASK.messages)
-    assert first.ids == RENDERER.answer_ids("one")
+    assert first.ids == answer_ids("one")
     assert observation == RENDERER.observation([Message(role=Role.TOOL, content="again")])
-    assert second.ids == RENDERER.answer_ids("two")
+    assert second.ids == answer_ids("two")
     assert [span.origin for span in (first, second)] == [SpanOrigin.SAMPLED] * 2
     for span in (first, second):
         assert span.sampled_by.weight_version == SCRIPTED
@@ -179,7 +185,7 @@ def test_spans_say_where_each_token_comes_from():
 
 def test_an_answer_that_is_cut_off_is_kept_but_not_acted_on():
     env = EchoEnv()
-    answer = RENDERER.answer_ids("ok")
+    answer = answer_ids("ok")
     trajectory = play(env, FakeEngine(answer, [60] * 30))
     assert trajectory.stop is StopReason.TRUNCATED_TOKENS
     assert len(env.heard) == 1
@@ -198,7 +204,7 @@ def test_the_turn_limit_ends_an_episode_without_a_last_context():
 
 
 def test_the_context_limit_ends_an_episode_before_a_turn():
-    answer, opening = RENDERER.answer_ids("one"), RENDERER.opening(TASK.messages).ids
+    answer, opening = answer_ids("one"), RENDERER.opening(TASK.messages).ids
     observation = RENDERER.observation([Message(role=Role.TOOL, content="again")]).ids
     full = len(opening) + len(answer) + len(observation)
     env, sampler = EchoEnv(), Recording("one", "two")
@@ -223,16 +229,16 @@ def test_an_opening_that_fills_the_context_asks_for_nothing():
 
 
 def test_sampled_ids_are_never_encoded_again():
-    letters = [RENDERER.answer_ids(letter)[0] for letter in "return"]
-    assert len(RENDERER.answer_ids("return")) < len(letters)  # encoding their text would give other ids
-    sampler = FakeEngine([*letters, RENDERER.stop_id], [4, 3, RENDERER.stop_id])
+    letters = [answer_ids(letter)[0] for letter in "return"]
+    assert len(answer_ids("return")) < len(letters)  # encoding their text would give other ids
+    sampler = FakeEngine([*letters, STOP_ID], [4, 3, STOP_ID])
     env = EchoEnv()
     trajectory = play(env, sampler)
     assert env.heard == ["return", ""]
-    assert spans(trajectory)[1].ids == (*letters, RENDERER.stop_id)
-    assert spans(trajectory)[3].ids == (4, 3, RENDERER.stop_id)
+    assert spans(trajectory)[1].ids == (*letters, STOP_ID)
+    assert spans(trajectory)[3].ids == (4, 3, STOP_ID)
     prompt = sampler.requests[1].prompt_ids
-    assert prompt[len(sampler.requests[0].prompt_ids) :][: len(letters) + 1] == (*letters, RENDERER.stop_id)
+    assert prompt[len(sampler.requests[0].prompt_ids) :][: len(letters) + 1] == (*letters, STOP_ID)
 
 
 @settings(deadline=None, max_examples=50)
@@ -243,16 +249,16 @@ def test_the_ids_of_a_turn_begin_with_those_of_the_turn_before(said):
     prompts = [request.prompt_ids for request in sampler.requests]
     assert len(prompts) == 4
     for before, after, answer in zip(prompts, prompts[1:], ["a", "return x", "\n"], strict=False):
-        grown = before + RENDERER.answer_ids(answer)
+        grown = before + answer_ids(answer)
         assert after[: len(grown)] == grown
         assert after[len(grown)] == 4  # the tool's header
         assert after[-1] == 3  # the assistant's header
-    assert tuple(ids_of(trajectory)) == prompts[-1] + RENDERER.answer_ids("d")
+    assert tuple(ids_of(trajectory)) == prompts[-1] + answer_ids("d")
 
 
 def test_routes_and_logprobs_are_cut_to_their_spans():
     """The rows count through all computed tokens; the last sampled token was never computed, so its row is absent."""
-    first, second = [*RENDERER.answer_ids("return x")], [*RENDERER.answer_ids("no")]
+    first, second = [*answer_ids("return x")], [*answer_ids("no")]
     trajectory = play(EchoEnv(), FakeEngine(first, second))
     position = 0
     for span in spans(trajectory):
@@ -269,14 +275,14 @@ def test_routes_and_logprobs_are_cut_to_their_spans():
 
 
 def test_routes_of_an_episode_that_was_cut_off_are_one_row_short_too():
-    trajectory = play(EchoEnv(), FakeEngine(RENDERER.answer_ids("ok"), [60] * 30))
+    trajectory = play(EchoEnv(), FakeEngine(answer_ids("ok"), [60] * 30))
     lengths = [(len(span.ids), len(span.routes_TLK)) for span in spans(trajectory)]
     assert [ids - rows for ids, rows in lengths] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("computed_before", [-5, -1, 1])
 def test_routes_that_do_not_fit_the_tokens_are_a_failure(computed_before):
-    trajectory = play(EchoEnv(), FakeEngine(RENDERER.answer_ids("ok"), computed_before=computed_before))
+    trajectory = play(EchoEnv(), FakeEngine(answer_ids("ok"), computed_before=computed_before))
     assert trajectory.failure.boundary is Boundary.EPISODE
     assert "routes: one row a computed token, got" in trajectory.failure.message
     assert all(span.routes_TLK is None for span in spans(trajectory))
@@ -374,7 +380,7 @@ class Echoing:
     async def sample(self, request: SampleRequest):
         turn = self.turns[request.session] = self.turns.get(request.session, 0) + 1
         await asyncio.sleep(random.random() / 500)
-        ids = RENDERER.answer_ids(f"{request.session}.{turn}")
+        ids = answer_ids(f"{request.session}.{turn}")
         return Generation(
             ids=ids,
             logprobs_T=np.full(len(ids), -request.session, dtype=np.float32),

@@ -3,19 +3,20 @@ import asyncio
 import pytest
 
 from rollout.scripted import SCRIPTED, ScriptedSampler
-from rollout.types import FinishReason, SampleRequest, SamplingParams
+from rollout.types import FinishReason, Message, Role, SampleRequest, SamplingParams
 
 REQUEST = SampleRequest(session=4, prompt_ids=(0,), params=SamplingParams(), seed=0)
 
 
 def test_it_says_its_script_and_no_more(renderer):
-    sampler = ScriptedSampler(renderer, ["return x", ""])
+    said = Message(role=Role.ASSISTANT, content="return x")
+    sampler = ScriptedSampler(renderer, [said, ""])
 
     async def two():
         return await sampler.sample(REQUEST), await sampler.sample(REQUEST)
 
     first, second = asyncio.run(two())
-    assert (first.ids, second.ids) == (renderer.answer_ids("return x"), (renderer.stop_id,))
+    assert (first.ids, second.ids) == (renderer.answer_ids(said), tuple(renderer.stop_ids))
     assert first.logprobs_T.tolist() == [0.0] * len(first.ids)
     assert (first.finish, first.weight_version, len(first.routes_TLK)) == (FinishReason.STOP, SCRIPTED, 0)
     sampler.close_session(4)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, trainers
 
 from rollout.tokenizer import (
-    CONTROL_IDS,
     Control,
     TokenizerError,
     load_tokenizer,
@@ -51,7 +50,6 @@ def test_text_that_spells_control_tokens_stays_text(text):
 
 def test_control_ids_are_fixed(tokenizer):
     expected = {"<bos>": 0, "<system>": 1, "<user>": 2, "<assistant>": 3, "<tool>": 4, "<end>": 5}
-    assert {str(control): index for control, index in CONTROL_IDS.items()} == expected
     assert {text: tokenizer.token_to_id(text) for text in expected} == expected
 
 
@@ -88,12 +86,6 @@ def test_saved_and_loaded_it_encodes_alike(tokenizer, tmp_path):
         assert copy.decode(copy.encode(text).ids) == text
 
 
-def _foreign():
-    foreign = Tokenizer(models.BPE())
-    foreign.train_from_iterator(["a b"], trainers.BpeTrainer(special_tokens=["<pad>", "<bos>"], show_progress=False))
-    return foreign.to_str().encode()
-
-
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -101,9 +93,8 @@ def _foreign():
         (b"{}", "is not a tokenizer, got <Model missing"),
         (b'{"model_type": "llama"}', "is not a tokenizer"),
         (b"\xff\xfe\x00 not text", "is not a tokenizer"),
-        (_foreign(), "control token <bos> must have id 0, got 1; train it with rl.sft"),
     ],
-    ids=["empty", "empty object", "another json", "no text", "another tokenizer"],
+    ids=["empty", "empty object", "another json", "no text"],
 )
 def test_a_foreign_file_is_refused_in_one_line_that_names_it(tmp_path, content, problem):
     path = tmp_path / "tokenizer.json"
@@ -113,6 +104,18 @@ def test_a_foreign_file_is_refused_in_one_line_that_names_it(tmp_path, content, 
     assert problem in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_of_another_kind_is_loaded_and_its_special_tokens_stay_out_of_text(tmp_path):
+    foreign = Tokenizer(models.BPE())
+    foreign.train_from_iterator(
+        ["<", "p", "a", "d", ">"], trainers.BpeTrainer(special_tokens=["<pad>", "<bos>"], show_progress=False)
+    )
+    foreign.save(str(tmp_path / "tokenizer.json"))
+    assert foreign.encode("<pad>").ids == [0]
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.token_to_id("<bos>") == 1
+    assert 0 not in loaded.encode("<pad>").ids
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -12,7 +12,7 @@ from envs.custom import TextEnv, question
 from model.config import ModelConfig
 from model.snapshot import make_snapshot, published_view
 from model.transformer import EMBEDDING, LM_HEAD, Transformer, init_weights
-from rollout.tokenizer import CONTROL_IDS, Control, train_tokenizer
+from rollout.tokenizer import Control, train_tokenizer
 from rollout.types import Checks, WeightVersion
 from rollout.worker import WorkerSpec
 
@@ -36,7 +36,7 @@ def snapshot(version, seed=0):
     with torch.no_grad():
         model.get_parameter(EMBEDDING)[:, 0] = 3.0  # a component that every token shares ...
         model.get_parameter(LM_HEAD)[:, 0] = 0.0
-        model.get_parameter(LM_HEAD)[CONTROL_IDS[Control.END], 0] = 1.0  # ... and that speaks for the end
+        model.get_parameter(LM_HEAD)[TOKENIZER.token_to_id(Control.END), 0] = 1.0  # ... and that speaks for the end
     return make_snapshot(WeightVersion(version), published_view(model.state_dict()))
 
 

@@ -1,16 +1,17 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.renderer import ChatRenderer
-from rollout.tokenizer import CONTROL_IDS, Control, train_tokenizer
+from rollout.config import ChatFormat
+from rollout.renderers.registry import make_renderer
+from rollout.tokenizer import Control, train_tokenizer
 from rollout.types import Message, Role, SpanOrigin
 
-BOS, SYSTEM, USER, ASSISTANT, TOOL, END = (CONTROL_IDS[control] for control in Control)
+BOS, SYSTEM, USER, ASSISTANT, TOOL, END = range(len(Control))
 
 # No merges, so that ids can be worked out by hand: byte b has id 6 + its place in the byte alphabet.
 BYTES = train_tokenizer([], vocab_size=262)
-PLAIN = ChatRenderer(BYTES)
-MERGED = ChatRenderer(train_tokenizer(["return <end> <tool> aaaa\n"] * 9, vocab_size=300))
+PLAIN = make_renderer(ChatFormat.native, BYTES)
+MERGED = make_renderer(ChatFormat.native, train_tokenizer(["return <end> <tool> aaaa\n"] * 9, vocab_size=300))
 
 
 def _message(role, text):
@@ -27,12 +28,12 @@ def test_the_ids_of_a_small_conversation():
     assert opening.origin is SpanOrigin.CONTEXT
     assert opening.ids == (BOS, SYSTEM, *_golden("ab"), END, USER, *_golden("c!"), END, ASSISTANT)
     assert opening.ids == (0, 1, 70, 71, 5, 2, 72, 6, 5, 3)
-    answer = PLAIN.answer_ids("ok")
+    answer = PLAIN.answer_ids(_message(Role.ASSISTANT, "ok"))
     assert answer == (84, 80, 5)
     observation = PLAIN.observation([_message(Role.TOOL, "no"), _message(Role.USER, "x")])
     assert observation.origin is SpanOrigin.OBSERVATION
     assert observation.ids == (4, 83, 84, 5, 2, 93, 5, 3)
-    assert PLAIN.stop_id == END
+    assert PLAIN.stop_ids == {END}
 
 
 def test_contexts_end_in_the_assistants_header_even_when_empty():
@@ -62,7 +63,7 @@ def test_control_tokens_stand_only_where_the_framework_put_them(parts):
 @settings(deadline=None, max_examples=50)
 @given(TEXT)
 def test_an_answer_reads_back(text):
-    ids = MERGED.answer_ids(text)
+    ids = MERGED.answer_ids(_message(Role.ASSISTANT, text))
     assert ids[-1] == END
     assert MERGED.answer(ids) == _message(Role.ASSISTANT, text)
 
@@ -74,4 +75,4 @@ def test_control_tokens_that_the_policy_samples_are_dropped_from_its_text():
 
 def test_text_without_bytes_is_read_as_question_marks():
     assert PLAIN.observation([_message(Role.TOOL, "a\ud800b")]).ids == (TOOL, *_golden("a?b"), END, ASSISTANT)
-    assert PLAIN.answer_ids("\udfff") == (*_golden("?"), END)
+    assert PLAIN.answer_ids(_message(Role.ASSISTANT, "\udfff")) == (*_golden("?"), END)
