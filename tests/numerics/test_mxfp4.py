@@ -1,55 +1,43 @@
 """MXFP4 against an independent scalar definition in exact rational arithmetic, exhaustively where that is possible."""
 
 import math
-import struct
-from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.mxfp4 import E2M1_VALUES, LIMIT, MXFP4Error, dequantize, quantize
+from model.mxfp4 import E2M1_VALUES, LIMIT, MXFP4Error, ScaleRule, dequantize, quantize
+from tests.numerics.mxfp4_definition import (
+    MAGNITUDES,
+    RULES,
+    bits_of,
+    float_of,
+    next_down,
+    next_up,
+    quantize_block,
+)
 
-MAGNITUDES = [Fraction(v) for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
-
-
-def bits_of(value: float) -> int:
-    return struct.unpack("<I", struct.pack("<f", value))[0]
-
-
-def float_of(bits: int) -> float:
-    return struct.unpack("<f", struct.pack("<I", bits))[0]
-
-
-def expected_codes(block: list[float]) -> tuple[list[int], int]:
-    """The definition, one value at a time, without floating point rounding."""
-    amax = max(abs(v) for v in block)
-    scale = max(0, ((bits_of(amax) + 0x200000) >> 23) - 2)
-    codes = []
-    for value in block:
-        exact = abs(Fraction(value)) * Fraction(2) ** (127 - scale)
-        code = min(range(8), key=lambda c: (abs(MAGNITUDES[c] - exact), c % 2))
-        codes.append(code + 8 if value < 0 and code else code)
-    return codes, scale
+every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 def unpack(blocks: torch.Tensor) -> list[int]:
     return [code for byte in blocks.flatten().tolist() for code in (byte & 15, byte >> 4)]
 
 
-def check_block(block: list[float]) -> None:
-    blocks, scales = quantize(torch.tensor([block]))
-    codes, scale = expected_codes(block)
+def check_block(block: list[float], rule: ScaleRule = ScaleRule.EVEN) -> None:
+    blocks, scales = quantize(torch.tensor([block]), rule=rule)
+    codes, scale = quantize_block(block, rule)
     assert scales.item() == scale
     assert unpack(blocks) == codes
 
 
-def test_every_code_and_scale_byte_decodes_to_its_value():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_code_and_scale_byte_decodes_to_its_value(dtype):
     codes = torch.arange(16, dtype=torch.uint8)
     blocks = codes.repeat(256, 1, 1)  # [scale byte, one block, code in the low nibble]
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1)
-    values = dequantize(blocks, scales).view(256, 16, 2)
+    values = dequantize(blocks, scales, dtype).view(256, 16, 2)
     assert torch.isnan(values[255]).all()
     assert not values[:255, :, 1].any()  # the high nibbles are code 0
     for byte in range(255):
@@ -99,26 +87,46 @@ def test_every_canonical_code_survives_at_every_scale():
                 assert torch.equal(dequantize(*again), dequantize(blocks, scales))
 
 
-def test_subnormal_scale_bytes():
+@every_rule
+def test_subnormal_scale_bytes(rule):
     smallest = 2.0**-128  # half of 2^-127: code 1 at scale byte 0
     for code, magnitude in enumerate((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)):
         block = [magnitude * 2.0**-127, -magnitude * 2.0**-127] + [0.0] * 30
-        blocks, scales = quantize(torch.tensor([block]))
+        blocks, scales = quantize(torch.tensor([block]), rule=rule)
         assert scales.item() == 0
         assert unpack(blocks)[:2] == [code, code + 8 if code else 0]
-    assert unpack(quantize(torch.tensor([[smallest / 2] + [0.0] * 31]))[0])[0] == 0  # a tie goes to the even code 0
-    assert unpack(quantize(torch.tensor([[float_of(bits_of(smallest / 2) + 1)] + [0.0] * 31]))[0])[0] == 1
-    check_block([float_of(1), -float_of(1), float_of(0x7FFFFF), float_of(0x800000)] + [0.0] * 28)
+    assert (
+        unpack(quantize(torch.tensor([[smallest / 2] + [0.0] * 31]), rule=rule)[0])[0] == 0
+    )  # a tie goes to the even code 0
+    assert unpack(quantize(torch.tensor([[next_up(smallest / 2)] + [0.0] * 31]), rule=rule)[0])[0] == 1
+    check_block([float_of(1), -float_of(1), float_of(0x7FFFFF), float_of(0x800000)] + [0.0] * 28, rule)
 
 
-def test_scale_rule_at_its_boundaries():
-    """Known answers: EVEN carries at 1.75, so 7 is the first magnitude that needs the next scale."""
-    unit = 2.0**-8
-    below_seven = float_of(bits_of(7 * unit) - 1)
-    above_six = float_of(bits_of(6 * unit) + 1)
-    for amax, byte in ((6 * unit, 119), (above_six, 119), (7 * unit, 120), (below_seven, 119), (4 * unit, 119)):
-        _, scales = quantize(torch.tensor([[amax] + [0.0] * 31]))
-        assert scales.item() == byte
+@pytest.mark.parametrize(
+    ("rule", "scale_bytes"),
+    [
+        (ScaleRule.EVEN, [119, 119, 120, 119, 119]),
+        (ScaleRule.FLOOR, [119, 119, 119, 119, 119]),
+        (ScaleRule.RCEIL, [119, 120, 120, 120, 119]),
+    ],
+)
+def test_known_scale_bytes_at_the_rules_boundaries(rule, scale_bytes):
+    magnitudes = [6.0, next_up(6.0), 7.0, next_down(7.0), 4.0]
+    blocks = torch.tensor([[magnitude * 2.0**-8] + [0.0] * 31 for magnitude in magnitudes])
+    assert quantize(blocks, rule=rule)[1].flatten().tolist() == scale_bytes
+
+
+@every_rule
+def test_scale_bytes_over_all_binades(rule):
+    """Every exponent of fp32, with mantissas on and one ulp beside the carries of the rules."""
+    mantissas = [m + ulp for m in (0x200000, 0x400000, 0x600000, 0x7FFFFE) for ulp in (-1, 0, 1)]
+    amax = [exponent << 23 | mantissa for exponent in range(254) for mantissa in (0, 1, *mantissas)]
+    amax += [254 << 23 | mantissa for mantissa in (0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x5FFFFF)]
+    blocks = torch.zeros(len(amax), 32)
+    blocks[:, 7] = torch.tensor(amax, dtype=torch.int32).view(torch.float32)
+    _, scales = quantize(blocks, rule=rule)
+    expected = [quantize_block(block, rule)[1] for block in ([float_of(u)] for u in amax)]
+    assert scales.flatten().tolist() == expected
 
 
 def test_ties_go_to_even_codes_and_large_values_saturate():
@@ -130,15 +138,16 @@ def test_ties_go_to_even_codes_and_large_values_saturate():
 
 @pytest.mark.parametrize("tie", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 def test_one_ulp_beside_a_tie_rounds_to_the_nearer_code(tie):
-    below, above = float_of(bits_of(tie) - 1), float_of(bits_of(tie) + 1)
+    below, above = next_down(tie), next_up(tie)
     low = max(c for c in range(8) if MAGNITUDES[c] < tie)
     blocks, _ = quantize(torch.tensor([[below, above, -below, -above, 6.0] + [0.0] * 27]))
     negative_low = low + 8 if low else 0
     assert unpack(blocks)[:4] == [low, low + 1, negative_low, low + 9]
 
 
-def test_zeros_are_canonical():
-    blocks, scales = quantize(torch.tensor([[0.0, -0.0] * 16, [-0.1, 6.0] + [-1e-30] * 30]))
+@every_rule
+def test_zeros_are_canonical(rule):
+    blocks, scales = quantize(torch.tensor([[0.0, -0.0] * 16, [-0.1, 6.0] + [-1e-30] * 30]), rule=rule)
     assert scales.tolist() == [[0], [127]]
     assert unpack(blocks[0]) == [0] * 32
     assert unpack(blocks[1]) == [0, 7] + [0] * 30
@@ -153,45 +162,24 @@ def test_known_answer_of_the_gpt_oss_layout():
     assert values.flatten().tolist() == expected
 
 
-def test_largest_magnitude_that_does_not_overflow():
-    largest = float_of(bits_of(LIMIT) - 1)
-    check_block([largest, -largest] * 16)
-    values = dequantize(*quantize(torch.full((1, 32), largest)))
-    assert values.unique().tolist() == [1.5 * 2.0**127]
+@every_rule
+@pytest.mark.parametrize("magnitude", [next_down(LIMIT), 1.5 * 2.0**127, next_up(1.5 * 2.0**127), 1.25 * 2.0**127])
+def test_the_largest_magnitudes_stay_finite(rule, magnitude):
+    """Scale byte 252 is the last one without an infinity: RCEIL would ask for 253 above 1.5 * 2^127."""
+    check_block([magnitude, -magnitude] * 16, rule)
+    blocks, scales = quantize(torch.full((1, 32), magnitude), rule=rule)
+    assert scales.item() == 252
+    nearest = 4 if magnitude < 1.5 * 2.0**127 else 6
+    assert dequantize(blocks, scales).unique().tolist() == [nearest * 2.0**125]
 
 
+@every_rule
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf, LIMIT, -LIMIT])
-def test_what_cannot_be_held_is_refused_by_name(bad):
+def test_what_cannot_be_held_is_refused_by_name(bad, rule):
     weight = torch.ones(3, 64)
     weight[2, 40] = bad
     with pytest.raises(MXFP4Error, match=r"experts\.down_proj: .* must be below 2\.977e\+38, .* 0 more"):
-        quantize(weight, name="experts.down_proj")
-
-
-def test_shapes_and_dtypes_are_checked():
-    with pytest.raises(MXFP4Error, match="multiple of 32"):
-        quantize(torch.ones(2, 33))
-    with pytest.raises(MXFP4Error, match="floating point"):
-        quantize(torch.ones(2, 32, dtype=torch.int32))
-    blocks, scales = quantize(torch.ones(2, 3, 64))
-    assert blocks.shape == (2, 3, 2, 16)
-    assert scales.shape == (2, 3, 2)
-    with pytest.raises(MXFP4Error, match="both tensors of one weight"):
-        dequantize(blocks, scales[:, :, :1])
-    with pytest.raises(MXFP4Error, match="float32 or bfloat16"):
-        dequantize(blocks, scales, torch.float16)
-
-
-def test_chunks_and_strides_do_not_matter():
-    """More blocks than one chunk, a transposed input, and an empty one."""
-    torch.manual_seed(0)
-    weight = torch.randn(96, 5000).t()
-    blocks, scales = quantize(weight)
-    for row in (0, 1365, 4999):
-        alone = quantize(weight[row])
-        assert torch.equal(alone[0], blocks[row])
-        assert torch.equal(alone[1], scales[row])
-    assert quantize(torch.empty(0, 32))[0].shape == (0, 1, 16)
+        quantize(weight, rule=rule, name="experts.down_proj")
 
 
 finite = st.floats(-LIMIT, LIMIT, width=32, exclude_min=True, exclude_max=True)
@@ -204,36 +192,55 @@ near_grid = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(st.one_of(near_grid, near_grid, finite), min_size=32, max_size=32))
-def test_any_block_equals_the_definition_and_is_idempotent(block):
-    check_block(block)
-    blocks, scales = quantize(torch.tensor([block]))
-    again = quantize(dequantize(blocks, scales))
-    assert torch.equal(again[0], blocks)
-    assert torch.equal(again[1], scales)
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(RULES), st.lists(st.one_of(near_grid, near_grid, finite), min_size=32, max_size=32))
+def test_any_block_equals_the_definition_and_repeats_itself(rule, block):
+    check_block(block, rule)
+    blocks, scales = quantize(torch.tensor([block]), rule=rule)
+    again = quantize(dequantize(blocks, scales), rule=rule)
+    if rule is ScaleRule.RCEIL:
+        assert torch.equal(dequantize(*again), dequantize(blocks, scales))
+    else:
+        assert torch.equal(again[0], blocks)
+        assert torch.equal(again[1], scales)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(near_grid, min_size=32, max_size=32))
-def test_near_grid_blocks_equal_the_definition(block):
-    check_block(block)
+@given(st.sampled_from(RULES), st.lists(near_grid, min_size=32, max_size=32))
+def test_near_grid_blocks_equal_the_definition(rule, block):
+    check_block(block, rule)
 
 
-def test_noise_of_gaussian_weights_is_that_of_rule_even():
-    """Rule EVEN on Gaussian weights has 18.92 to 19.07 dB of signal to noise, depending on the phase of the scale."""
+@every_rule
+def test_quantizing_the_decoded_output_again(rule):
+    """EVEN and FLOOR: the same bytes. RCEIL: the same values, and other bytes exactly where the largest code is 5."""
     torch.manual_seed(0)
-    for sigma in (0.02, 0.025, 0.033):
-        weight = torch.randn(256, 2880) * sigma
-        error = weight - dequantize(*quantize(weight))
-        decibel = 10 * math.log10(weight.square().sum().item() / error.square().sum().item())
-        assert 18.82 < decibel < 19.17
+    weight = torch.randn(400, 2880) * torch.logspace(-38, 38, 400, base=10).unsqueeze(1).clamp(max=1e37)
+    blocks, scales = quantize(weight, rule=rule)
+    for dtype in (torch.float32, torch.bfloat16):
+        decoded = dequantize(blocks, scales, dtype)
+        again, scales_again = quantize(decoded, rule=rule)
+        assert torch.equal(dequantize(again, scales_again, dtype), decoded)
+        changed = (scales_again != scales) | (again != blocks).any(-1)
+        if rule is ScaleRule.RCEIL:
+            largest_code = torch.maximum(blocks & 7, (blocks >> 4) & 7).amax(-1)
+            assert torch.equal(changed, (largest_code == 5) & (scales > 0))
+            assert torch.equal(scales_again[changed], scales[changed] - 1)
+            assert 0.1 < changed.double().mean() < 0.35
+        else:
+            assert not changed.any()
 
 
-def test_a_tiny_update_of_on_grid_masters_changes_no_code():
+@every_rule
+def test_an_update_of_1e_6_of_on_grid_masters(rule):
+    """Rule EVEN has no jump near its own codes; FLOOR jumps at 4 and RCEIL at 6, where the largest codes lie."""
     torch.manual_seed(0)
-    on_grid = dequantize(*quantize(torch.randn(64, 256) * 0.02))
-    blocks, scales = quantize(on_grid)
-    moved = quantize(on_grid * (1 + 1e-6 * torch.randn(64, 256)))
-    assert torch.equal(moved[0], blocks)
-    assert torch.equal(moved[1], scales)
+    on_grid = dequantize(*quantize(torch.randn(400, 2880) * 0.02))
+    blocks, scales = quantize(on_grid, rule=rule)
+    moved, moved_scales = quantize(on_grid * (1 + 1e-6 * torch.randn(400, 2880)), rule=rule)
+    rescaled = (moved_scales != scales).double().mean().item()
+    if rule is ScaleRule.EVEN:
+        assert torch.equal(moved, blocks)
+        assert rescaled == 0
+    else:
+        assert rescaled > {ScaleRule.FLOOR: 0.05, ScaleRule.RCEIL: 0.3}[rule]
