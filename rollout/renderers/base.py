@@ -76,7 +76,8 @@ class Renderer(ABC):
     def answer(self, ids: Sequence[int]) -> Message:
         """The assistant message that sampled ids spell.
 
-        Never raises: calls that cannot be read are `MalformedToolCall`s. Control tokens without a meaning where they stand are dropped from the text.
+        Never raises: calls that cannot be read are `MalformedToolCall`s. Control tokens without a meaning where they
+        stand are dropped from the text.
         """
 
     def template_message(self, message: Message) -> dict[str, Any]:

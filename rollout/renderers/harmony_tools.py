@@ -84,9 +84,9 @@ def _union(variants: list[Mapping[str, Any]]) -> str:
     spelled: list[str] = []
     for variant in variants:
         comment = f"// {variant['description']}" if variant.get("description") else ""
-        default = f"// default: {to_json(variant['default'])}" if "default" in variant else ""
+        default = f"{' ' * 20}// default: {to_json(variant['default'])}" if "default" in variant else ""
         spelled.append(_type(variant) + comment + default)
-    return " | ".join(spelled)
+    return " | \n".join(spelled)
 
 
 def _object(spec: Mapping[str, Any]) -> str:
@@ -94,5 +94,6 @@ def _object(spec: Mapping[str, Any]) -> str:
     if not properties:
         return "object"
     required = spec.get("required") or []
-    fields = [f"{name}{'' if name in required else '?'}: {_type(inner)}" for name, inner in properties.items()]
+    gap = "\n" + " " * 16
+    fields = [f"{name}{'' if name in required else '?'}: {gap}{_type(inner)}" for name, inner in properties.items()]
     return "{\n" + ", ".join(fields) + "}"

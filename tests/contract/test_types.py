@@ -86,8 +86,8 @@ PACKED = PackedTensor(
 VALUES = {
     type(value): value
     for value in (
-        ANSWER, CALL, MALFORMED, LIMITS, TASK, PARAMS, SAMPLED_BY, SAMPLED, TURN, SEGMENT, CHECKS, TURN_EVIDENCE, EVIDENCE,
-        FAILURE, TRAJECTORY, NODE, SCORED, PACKED,
+        ANSWER, CALL, MALFORMED, LIMITS, TASK, PARAMS, SAMPLED_BY, SAMPLED, TURN, SEGMENT, CHECKS, TURN_EVIDENCE,
+        EVIDENCE, FAILURE, TRAJECTORY, NODE, SCORED, PACKED,
         TrajectoryGroup(task=TASK, trajectories=(TRAJECTORY, TRAJECTORY)),
         ScoredGroup(task=TASK, scored=(SCORED,)),
         SampleRequest(session=3, prompt_ids=(0, 1), params=PARAMS, seed=5),
