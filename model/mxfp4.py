@@ -131,9 +131,9 @@ def quantize(
     for start in range(0, len(w_NK), step):
         rows = slice(start, start + step)
         bits = w_NK[rows].view(torch.int32)
-        magnitude = scratch.magnitude[: len(bits)]
-        torch.bitwise_and(bits, _MAGNITUDE, out=magnitude)
-        amax_N = magnitude.amax(-1)
+        if len(bits) < len(scratch.magnitude):  # the last chunk
+            scratch = Scratch(len(bits), BLOCK, w.device)
+        amax_N = torch.bitwise_and(bits, _MAGNITUDE, out=scratch.magnitude).amax(-1)
         if int(amax_N.max()) >= _TOO_LARGE:
             bad = w_NK[~(w_NK.abs() < LIMIT)]
             raise MXFP4Error(
@@ -143,9 +143,9 @@ def quantize(
         scale_N = _scale_bytes(amax_N, rule, None if previous_N is None else previous_N[rows])
         scales[rows] = scale_N
         # Exact, by a power of two: a product that is not normal is far below the first tie and rounds to code 0.
-        magnitude.view(torch.float32).mul_(_power_of_two(127 - scale_N).unsqueeze(-1))
+        scratch.magnitude.view(torch.float32).mul_(_inverse_scales(scale_N).unsqueeze(-1))
         if seed is None:
-            round_nearest(scratch, len(bits))
+            round_nearest(scratch)
         else:
             first_pair = (first_block + start) * BLOCK_BYTES
             fractions = random_fractions(seed, first_pair, len(bits) * BLOCK_BYTES, w.device)
@@ -176,9 +176,9 @@ def _check_options(
         )
 
 
-def _power_of_two(exponent_N: torch.Tensor) -> torch.Tensor:
-    """2^exponent in fp32 from int32 exponents in -126..127."""
-    return ((exponent_N + 127) << 23).view(torch.float32)
+def _inverse_scales(scale_N: torch.Tensor) -> torch.Tensor:
+    """2^(127 - scale byte), fp32, of int32 scale bytes in 0..253: normal numbers all of them."""
+    return ((254 - scale_N) << 23).view(torch.float32)
 
 
 def _scale_bytes(amax_N: torch.Tensor, rule: ScaleRule, previous_N: torch.Tensor | None) -> torch.Tensor:
@@ -187,16 +187,14 @@ def _scale_bytes(amax_N: torch.Tensor, rule: ScaleRule, previous_N: torch.Tensor
     if previous_N is None:
         return scale_N
     usable_N = previous_N.to(torch.int32).clamp_max_(_LARGEST_SCALE)
-    scaled_N = amax_N.view(torch.float32) * _power_of_two(127 - usable_N)
+    scaled_N = amax_N.view(torch.float32) * _inverse_scales(usable_N)
     keep_N = (scaled_N >= HYSTERESIS[0]) & (scaled_N < HYSTERESIS[1]) & (usable_N == previous_N)
     return torch.where(keep_N, usable_N, scale_N)
 
 
 def _pack(bits: torch.Tensor, scratch: Scratch, blocks_out: torch.Tensor) -> None:
     """Join the codes in `rounded` with the signs of `bits`, two to a byte."""
-    num = len(bits)
-    rounded, code = scratch.rounded[:num], scratch.code[:num]
-    sign, carry = scratch.sign[:num], scratch.carry[:num]
+    rounded, code, sign, carry = scratch.rounded, scratch.code, scratch.sign, scratch.carry
     code.copy_(rounded)
     torch.bitwise_right_shift(bits, 28, out=rounded)
     sign.copy_(rounded)

@@ -36,7 +36,7 @@ class Rounding(StrEnum):
 
 
 class Scratch:
-    """Work tensors of a chunk, [N, K] each, allocated once a call.
+    """Work tensors of a chunk, [N, K] each, reused from chunk to chunk.
 
     A rounding step reads the scaled magnitudes (fp32 bits, below 8) in `magnitude` and leaves the unsigned codes in
     `rounded`, int32; it may overwrite `magnitude` and `anchor`.
@@ -51,14 +51,13 @@ class Scratch:
         self.carry = torch.empty_like(self.code)
 
 
-def round_nearest(scratch: Scratch, num_blocks: int) -> None:
+def round_nearest(scratch: Scratch) -> None:
     """Nearest code, ties to the even one.
 
     Adding the anchor 2^(22 + j), whose last bit is worth the spacing, makes the hardware round a to nearest even in
     units of it, and k appears in the low bits of the sum. The parity of a code is that of its k.
     """
-    magnitude, anchor = scratch.magnitude[:num_blocks], scratch.anchor[:num_blocks]
-    rounded = scratch.rounded[:num_blocks]
+    magnitude, anchor, rounded = scratch.magnitude, scratch.anchor, scratch.rounded
     torch.clamp_min(magnitude, _ONE, out=anchor)
     anchor.bitwise_and_(_EXPONENT).add_(22 << 23)
     torch.add(magnitude.view(torch.float32), anchor.view(torch.float32), out=rounded.view(torch.float32))
@@ -72,9 +71,7 @@ def round_stochastic(scratch: Scratch, fractions_NK: torch.Tensor) -> None:
 
     The sum is taken in fixed point with 28 fraction bits, which hold a / spacing exactly from 2^-5 on and cut it below.
     """
-    num_blocks = len(fractions_NK)
-    magnitude, anchor = scratch.magnitude[:num_blocks], scratch.anchor[:num_blocks]
-    rounded = scratch.rounded[:num_blocks]
+    magnitude, anchor, rounded = scratch.magnitude, scratch.anchor, scratch.rounded
     torch.clamp_min(magnitude, _ONE, out=anchor)
     anchor.bitwise_and_(_EXPONENT).sub_(_ONE)  # j << 23
     torch.sub(_ONE + ((_RANDOM_BITS + 1) << 23), anchor, out=rounded)  # 2^28 / spacing
