@@ -1,8 +1,11 @@
-"""Model weights on disk: `model.safetensors` and `config.json` in a folder.
+"""Model weights on disk: `model.safetensors` and `config.json` in a folder; the way in for every checkpoint.
 
-Two forms, told apart by the file's own metadata. `master`: fp32 tensors under the parameters' names, what training
-resumes from. `published`: the bytes of a snapshot; an MXFP4 tensor is two entries, `<name>_blocks` and `<name>_scales`,
-in the layout of the gpt-oss checkpoints, the rest is bf16.
+`load_model` also reads the folders and URLs of published checkpoints (`model/hf_folder.py`), told apart by config.json:
+ours names the family as `family`.
+
+Our own files have two forms, told apart by the file's own metadata. `master`: fp32 tensors under the parameters' names,
+what training resumes from. `published`: the bytes of a snapshot; an MXFP4 tensor is two entries, `<name>_blocks` and
+`<name>_scales`, in the layout of the gpt-oss checkpoints, the rest is bf16.
 
 A folder is written in place: the caller owns atomicity (write to a temporary folder, then rename).
 """
@@ -10,11 +13,10 @@ A folder is written in place: the caller owns atomicity (write to a temporary fo
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,51 +24,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model.config import ConfigError, ModelConfig
+from model.hf_files import CONFIG_FILE, WEIGHTS_FILE, Folder
+from model.hf_folder import open_hf
+from model.loaded import CheckpointError, Form, LoadedModel
 from model.snapshot import (
     PLAIN_DTYPES,
     SNAPSHOT_METADATA,
     Format,
     PackedTensor,
     plain_bytes,
-    published_view,
     tensor_format,
-    view,
 )
 from model.transformer import parameter_shapes
-
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "config.json"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint folder that is incomplete, damaged or of another model."""
-
-
-class Form(StrEnum):
-    """What the stored tensors are."""
-
-    MASTER = "master"
-    PUBLISHED = "published"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoadedModel:
-    """A checkpoint in memory; `weights` are fp32 tensors or packed tensors, all of one form."""
-
-    config: ModelConfig
-    form: Form
-    weights: Mapping[str, torch.Tensor] | Mapping[str, PackedTensor]
-    metadata: Mapping[str, str]
-
-    def masters(self) -> dict[str, torch.Tensor]:
-        """fp32 tensors; published bytes are decoded, so that publishing them again gives the same bytes."""
-        return {name: view(w) if isinstance(w, PackedTensor) else w for name, w in self.weights.items()}
-
-    def packed(self) -> dict[str, PackedTensor]:
-        """Published bytes; masters are rounded by `published_view`."""
-        if self.form is Form.PUBLISHED:
-            return dict(cast("Mapping[str, PackedTensor]", self.weights))
-        return published_view(self.masters())
 
 
 def save_model(
@@ -101,14 +70,17 @@ def save_model(
     (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
 
-def load_model(folder: Path) -> LoadedModel:
-    """Read a folder that `save_model` wrote.
+def load_model(source: str | os.PathLike[str]) -> LoadedModel:
+    """Read a folder that `save_model` wrote, or a published checkpoint (a folder, or a URL that fsspec reads).
 
     Raises:
         CheckpointError: A file is missing or damaged, or lists the names that are missing, extra or of another shape.
+        ConfigError: A published config.json has keys that are not supported, or sizes that cannot be.
     """
-    config = _load_config(folder / CONFIG_FILE)
-    path = folder / WEIGHTS_FILE
+    if not is_native(source):
+        return open_hf(source).load()
+    config = _load_config(source)
+    path = Path(source) / WEIGHTS_FILE
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
@@ -138,15 +110,21 @@ def load_model(folder: Path) -> LoadedModel:
     return LoadedModel(config=config, form=Form(form), weights=weights, metadata=metadata)
 
 
-def _load_config(path: Path) -> ModelConfig:
+def is_native(source: str | os.PathLike[str]) -> bool:
+    """Whether a folder is one that `save_model` wrote, by its config.json.
+
+    Raises:
+        CheckpointError: There is no readable config.json.
+    """
+    return "family" in Folder(source).read_json(CONFIG_FILE)
+
+
+def _load_config(source: str | os.PathLike[str]) -> ModelConfig:
+    folder = Folder(source)
     try:
-        values = dict(json.loads(path.read_text()))
-    except (OSError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: must be a JSON model configuration, got {error}; restore it") from error
-    try:
-        config = ModelConfig.from_dict(values)
+        config = ModelConfig.from_dict(folder.read_json(CONFIG_FILE))
     except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{folder.path(CONFIG_FILE)}: {error}") from error
     config.validate()
     return config
 

@@ -121,7 +121,7 @@ def test_another_quantization_rule_is_refused(tmp_path, masters):
 
 
 def test_damaged_or_missing_files_are_named(tmp_path, masters):
-    with pytest.raises(CheckpointError, match=rf"{CONFIG_FILE}: must be a JSON model configuration"):
+    with pytest.raises(CheckpointError, match=rf"{CONFIG_FILE}: must be a JSON object"):
         load_model(tmp_path)
     save_model(tmp_path, CONFIG, masters, {})
     weights = (tmp_path / WEIGHTS_FILE).read_bytes()

@@ -1,0 +1,342 @@
+"""Reading published checkpoints: config.json and safetensors files as the families of `model/families/` write them.
+
+    open_hf(source) -> HfCheckpoint      configuration and headers are read and checked; no byte of weights yet
+    checkpoint.read() -> iterator        (parameter's name, weight), one file after the other, as each is complete
+    checkpoint.load() -> LoadedModel     all of them; `model.checkpoint.load_model(source)` is the short way here
+
+`source` is a path or any URL that fsspec reads. Invariants: every stored tensor is used exactly once or named in an
+error or a note; weights that are in the published format arrive byte for byte (`PackedTensor`), others in their stored
+dtype (FP8 as fp32); memory is at most the weights plus one file.
+
+Shapes: stored tensors are [..., out, in], as in `model/encodings.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from model.config import ConfigError, ModelConfig
+from model.encodings import (
+    Encoding,
+    Entry,
+    Kind,
+    check_quantization,
+    decode_fp8,
+    detect,
+    expected_shapes,
+    mxfp4_bytes,
+)
+from model.families.base import FamilyFormat, Layout, Piece
+from model.families.registry import read_config
+from model.hf_files import CONFIG_FILE, Folder
+from model.loaded import CheckpointError, Form, LoadedModel, Weight
+from model.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
+from model.snapshot import PLAIN_DTYPES, Format, PackedTensor, plain_bytes, tensor_format
+from model.transformer import EMBEDDING, LM_HEAD, parameter_shapes
+
+_DERIVED = ".rotary_emb.inv_freq"
+"""A table that old checkpoints store and every reader computes."""
+
+_MAX_LISTED = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A piece of a parameter and the entries that hold it."""
+
+    piece: Piece
+    encoding: Encoding
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parameter:
+    """A parameter (or the stored copy of a tied one) and all its sources."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[_Source, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HfCheckpoint:
+    """A published checkpoint whose headers have been checked; `metadata` is that of its first file."""
+
+    folder: Folder
+    config: ModelConfig
+    metadata: Mapping[str, str]
+    notes: tuple[str, ...]
+    _entries: Mapping[str, Entry]
+    _parameters: tuple[_Parameter, ...]
+    _tile: tuple[int, int]
+
+    @property
+    def has_mxfp4(self) -> bool:
+        """Whether any tensor is stored in MXFP4."""
+        return any(source.encoding.kind is Kind.MXFP4 for each in self._parameters for source in each.sources)
+
+    def read(self) -> Iterator[tuple[str, Weight]]:
+        """Every parameter once, in the order in which the files complete them.
+
+        Raises:
+            CheckpointError: A file that changed since its header was read, or tied embeddings that differ.
+        """
+        assemblies = {parameter.name: _Assembly(parameter, self._tile) for parameter in self._parameters}
+        held: dict[str, torch.Tensor] = {}
+        tied = set[str]()
+        for file, sources in self._sources_by_file():
+            with self.folder.local_copy(file) as path, _opened(path) as tensors:
+                for name, source in sources:
+                    stored = {n: tensors.get_tensor(n) for n in source.names if self._entries[n].file == file}
+                    stored |= {n: held.pop(n) for n in source.names if n in held}
+                    if len(stored) < len(source.names):  # FP8 or MXFP4 with its scales in another file
+                        held |= {n: tensor.clone() for n, tensor in stored.items()}
+                        continue
+                    assemblies[name].place(source, [stored[n] for n in source.names])
+                    if not assemblies[name].is_complete:
+                        continue
+                    weight = assemblies.pop(name).weight()
+                    if self.config.tie_embeddings and name in (EMBEDDING, LM_HEAD):
+                        tied.add(_fingerprint(weight))
+                    if not (self.config.tie_embeddings and name == LM_HEAD):
+                        yield name, weight
+        if len(tied) > 1:
+            raise CheckpointError(
+                f"{self.folder.source}: {LM_HEAD}: must equal {EMBEDDING} because config.json ties them, got another "
+                "matrix; set tie_word_embeddings to false"
+            )
+
+    def load(self) -> LoadedModel:
+        """All weights in memory, in the parameters' order."""
+        weights = dict(self.read())
+        ordered = {each.name: weights[each.name] for each in self._parameters if each.name in weights}
+        return LoadedModel(
+            config=self.config, form=Form.FOREIGN, weights=ordered, metadata=self.metadata, notes=self.notes
+        )
+
+    def _sources_by_file(self) -> list[tuple[str, list[tuple[str, _Source]]]]:
+        by_file: dict[str, list[tuple[str, _Source]]] = {}
+        for parameter in self._parameters:
+            for source in parameter.sources:
+                for file in {self._entries[name].file for name in source.names}:
+                    by_file.setdefault(file, []).append((parameter.name, source))
+        return sorted(by_file.items())
+
+
+class _Assembly:
+    """A parameter under construction; memory is taken with its first piece."""
+
+    def __init__(self, parameter: _Parameter, tile: tuple[int, int]) -> None:
+        self._parameter = parameter
+        self._tile = tile
+        self._num_missing = len(parameter.sources)
+        self._format = tensor_format(parameter.name)
+        kinds = {source.encoding.kind for source in parameter.sources}
+        self._is_packed = self._format is Format.MXFP4 and kinds == {Kind.MXFP4}
+        self._parts: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every piece is in place."""
+        return self._num_missing == 0
+
+    def place(self, source: _Source, stored: list[torch.Tensor]) -> None:
+        """Copy one piece to where it belongs."""
+        parts = mxfp4_bytes(*stored) if self._is_packed else (self._values(source, stored),)
+        self._parts = self._parts or self._empty(parts[0].dtype)
+        if parts[0].dtype != self._parts[0].dtype:  # pieces of several dtypes: the one that holds them all
+            self._parts = (self._parts[0].float(),)
+        for whole, part in zip(self._parts, parts, strict=True):
+            whole[source.piece.target] = part[source.piece.source]
+        self._num_missing -= 1
+
+    def weight(self) -> Weight:
+        """The finished parameter."""
+        shape, nothing = self._parameter.shape, np.empty(0, np.uint8)
+        if self._is_packed:
+            blocks, scales = (part.numpy() for part in self._parts)
+            return PackedTensor(format=Format.MXFP4, shape=shape, payload=blocks, scales=scales)
+        (values,) = self._parts
+        if PLAIN_DTYPES.get(self._format) != values.dtype:
+            return values
+        return PackedTensor(format=self._format, shape=shape, payload=plain_bytes(values), scales=nothing)
+
+    def _values(self, source: _Source, stored: list[torch.Tensor]) -> torch.Tensor:
+        match source.encoding.kind:
+            case Kind.PLAIN:
+                return stored[0].mT if source.piece.transposed else stored[0]
+            case Kind.MXFP4:
+                return dequantize(*mxfp4_bytes(*stored), torch.bfloat16)
+            case Kind.FP8:
+                return decode_fp8(*stored, tile=self._tile)
+
+    def _empty(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        *lead, columns = self._parameter.shape
+        if not self._is_packed:
+            return (torch.empty(self._parameter.shape, dtype=dtype),)
+        scales = torch.empty(*lead, columns // BLOCK, dtype=torch.uint8)
+        return torch.empty(*scales.shape, BLOCK_BYTES, dtype=torch.uint8), scales
+
+
+def open_hf(source: str | os.PathLike[str]) -> HfCheckpoint:
+    """Read and check the configuration and the headers of a published checkpoint.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, a quantization is not supported, or tensors are missing, extra or
+            of another shape; their names are listed.
+        ConfigError: Unsupported keys of config.json, one line each.
+    """
+    folder = Folder(source)
+    values = folder.read_json(CONFIG_FILE)
+    try:
+        family, config = read_config(values)
+        tile = check_quantization(values.get("quantization_config"))
+    except (ConfigError, CheckpointError) as error:
+        raise type(error)("\n".join(f"{folder.source}: {line}" for line in str(error).splitlines())) from error
+    entries, metadata = _headers(folder)
+    notes = list[str]()
+    prefixes = family.skipped(values)
+    skipped = [name for name in entries if name.startswith(prefixes) or name.endswith(_DERIVED)]
+    if skipped:
+        notes.append(f"{len(skipped)} tensors are no part of the policy and were skipped: {_listed(skipped)}")
+    entries = {name: entry for name, entry in entries.items() if name not in set(skipped)}
+    shapes = parameter_shapes(config)
+    layout = _layout(family, config, shapes, entries)
+    if config.tie_embeddings:
+        (copy,) = layout.pieces(config, LM_HEAD, shapes[EMBEDDING])
+        if copy.name in entries:
+            shapes[LM_HEAD] = shapes[EMBEDDING]
+            notes.append(f"{copy.name} is stored although it is tied; it must equal the embedding")
+    parameters = tuple(_parameter(config, layout, name, shape, entries) for name, shape in shapes.items())
+    _check_entries(folder.source, parameters, entries, tile)
+    notes.extend(_rounding_notes(parameters, entries))
+    return HfCheckpoint(
+        folder=folder,
+        config=config,
+        metadata=metadata,
+        notes=tuple(notes),
+        _entries=entries,
+        _parameters=parameters,
+        _tile=tile,
+    )
+
+
+def _headers(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
+    """All entries of a checkpoint, and the metadata of its first file."""
+    entries: dict[str, Entry] = {}
+    metadata: dict[str, str] | None = None
+    for file in folder.weight_files():
+        found, found_metadata = folder.header(file)
+        if twice := entries.keys() & found.keys():
+            first = entries[min(twice)].file
+            raise CheckpointError(
+                f"{folder.source}: {file}: a tensor must be stored once, got {_listed(twice)} in {first} too; "
+                "remove the files of the other checkpoint"
+            )
+        entries |= found
+        metadata = found_metadata if metadata is None else metadata
+    return entries, metadata or {}
+
+
+def _layout(
+    family: FamilyFormat, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry]
+) -> Layout:
+    """The family's layout whose embedding is stored; the first when none is."""
+    for layout in family.layouts:
+        (embedding,) = layout.pieces(config, EMBEDDING, shapes[EMBEDDING])
+        if embedding.name in entries:
+            return layout
+    return family.layouts[0]
+
+
+def _parameter(
+    config: ModelConfig, layout: Layout, name: str, shape: tuple[int, ...], entries: Mapping[str, Entry]
+) -> _Parameter:
+    sources = list[_Source]()
+    for piece in layout.pieces(config, name, shape):
+        encoding = detect(piece.name, entries)
+        sources.append(_Source(piece=piece, encoding=encoding, names=encoding.names(piece.name, entries)))
+    return _Parameter(name=name, shape=shape, sources=tuple(sources))
+
+
+def _check_entries(
+    where: str, parameters: Iterable[_Parameter], entries: Mapping[str, Entry], tile: tuple[int, int]
+) -> None:
+    """Check names, shapes and dtypes of everything stored.
+
+    Raises:
+        CheckpointError: Lists the names at fault.
+    """
+    expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    for parameter in parameters:
+        for source in parameter.sources:
+            piece, encoding = source.piece, source.encoding
+            shape = piece.shape
+            if piece.transposed and encoding.kind is Kind.PLAIN:
+                shape = (*shape[:-2], shape[-1], shape[-2])
+            dtypes = (encoding.dtypes, encoding.scale_dtypes)
+            expected |= {
+                name: (shape, dtypes[index])
+                for index, (name, shape) in enumerate(
+                    zip(source.names, expected_shapes(encoding, shape, tile), strict=True)
+                )
+            }
+    missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
+    if missing or extra:
+        raise CheckpointError(
+            f"{where}: tensors must be exactly those of config.json, got {len(missing)} missing {_listed(missing)} and "
+            f"{len(extra)} extra {_listed(extra)}; check that the files belong to this configuration"
+        )
+    wrong = [
+        f"{name} {entries[name].dtype} {entries[name].shape} instead of {'/'.join(dtypes)} {shape}"
+        for name, (shape, dtypes) in expected.items()
+        if entries[name].shape != shape or entries[name].dtype not in dtypes
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{where}: shapes and dtypes must be those of config.json, got {_listed(wrong)}; "
+            "check that the files belong to this configuration"
+        )
+
+
+def _rounding_notes(parameters: Iterable[_Parameter], entries: Mapping[str, Entry]) -> Iterator[str]:
+    """What the published view will round, as far as dtypes tell; `LoadedModel.rounded` counts values."""
+    rounded: dict[tuple[str, Format], list[str]] = {}
+    for parameter in parameters:
+        format = tensor_format(parameter.name)
+        for source in parameter.sources:
+            stored = entries[source.names[0]].dtype
+            exact = source.encoding.kind is Kind.MXFP4 or format is Format.FP32 or (stored, format) == ("BF16", "bf16")
+            if not exact and parameter.name not in rounded.setdefault((stored, format), []):
+                rounded[stored, format].append(parameter.name)
+    for (stored, format), names in rounded.items():
+        yield f"{len(names)} parameters are stored as {stored} and published as {format}, rounded: {_listed(names)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _MAX_LISTED} more" if len(ordered) > _MAX_LISTED else ""
+    return f"{ordered[:_MAX_LISTED]}{more}"
+
+
+def _fingerprint(weight: Weight) -> str:
+    """A digest of a weight's dtype and bytes."""
+    payload = weight.payload if isinstance(weight, PackedTensor) else plain_bytes(weight)
+    return hashlib.blake2b(np.ascontiguousarray(payload).data, digest_size=16).hexdigest() + str(payload.shape)
+
+
+def _opened(path: Path) -> Any:
+    """A safetensors file as a context manager."""
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: must be a safetensors file, got {error}; fetch it again") from error
