@@ -1,9 +1,11 @@
 """MXFP4: four-bit floats (E2M1) in blocks of 32 with one power-of-two scale (E8M0) a block; 4.25 bits a value.
 
 Invariant: `quantize` is a function of the fp32 bits and of its options alone (exact integer arithmetic, one canonical
-encoding for each value, the same bytes in any chunking and on any number of threads), and with rule EVEN or FLOOR
-`quantize(dequantize(quantize(w))) == quantize(w)` byte for byte. There is no other quantizer in the project: the
-learner's forward, the published snapshot and the sampler all read what this module writes.
+encoding for each value, the same bytes in any chunking and on any number of threads), and with rule EVEN or FLOOR,
+round to nearest and no previous scales `quantize(dequantize(quantize(w))) == quantize(w)` byte for byte (random
+rounding and a kept scale can leave 5 as a block's largest code: then the values are equal). There is no other
+quantizer in the project: the learner's forward, the published snapshot and the sampler all read what this module
+writes.
 
 Layout (that of the gpt-oss checkpoints; others are in `mxfp4_layouts`): byte b of a block holds element 2b in its low
 nibble and 2b+1 in its high nibble, so a block is 16 bytes, and its scale byte lies in a separate tensor.
