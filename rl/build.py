@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -39,7 +39,7 @@ from rl.report import EPISODE_COLUMNS, HeldOut, RunFacts, episode_rows, machine_
 from rl.rollouts import Rollouts, task_limits
 from rl.run_folder import RunFolder, RunResult, commit, plain, write_atomically
 from rl.tracking import Tracker, new_run_id, resolve_mode
-from rl.warm_start import StartPlan, plan_start, warm_start
+from rl.warm_start import StartPlan, plan_start, warm_start, with_vocabulary
 from rollout.pool import RolloutPool
 from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer
 from rollout.types import WeightVersion
@@ -112,7 +112,7 @@ def _find_start(config: RunConfig, checkpoints: Checkpoints, tasks: TaskSource) 
         return _Start(plan=plan_start(config, tasks), state=None)
     folder, state = latest
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
-    model = replace(config.model, vocab_size=tokenizer.get_vocab_size())
+    model = with_vocabulary(config.model, tokenizer)
     return _Start(plan=StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model), state=state)
 
 
@@ -130,6 +130,7 @@ def _start_workers(
         num_threads=workers.threads_per_worker,
         max_sessions=-(-episodes // workers.num_workers),
         max_retries=config.rollout.max_retries,
+        chat_format=config.rollout.chat_format,
     )
     return stack.enter_context(
         RolloutPool(spec, num_workers=workers.num_workers, deadline_s=config.rollout.round_deadline_s)

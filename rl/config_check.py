@@ -19,6 +19,7 @@ from envs.extension import ExtensionError, load_target
 from model import config as model_config
 from rl import machine
 from rl.config import RunConfig
+from rollout.config import ChatFormat
 
 MAX_DEFAULT_WORKERS: Final = 4
 """Rollout workers that `rollout.num_workers=0` starts at most."""
@@ -261,17 +262,16 @@ def _at_odds(config: RunConfig) -> Iterator[str]:
             f"parity.mean_abs_nats: a mean cannot exceed its largest term parity.max_abs_nats="
             f"{largest}, got {mean}; lower it or raise the other"
         )
+    if config.warm_start.checkpoint is None and rollout.chat_format is not ChatFormat.native:
+        yield (
+            f"rollout.chat_format: a model that the warm start trains speaks native, got {rollout.chat_format}; leave "
+            "it out, or name a model with warm_start.checkpoint"
+        )
     if learner.num_ranks != 1:
         yield f"learner.num_ranks: only one rank is implemented yet, got {learner.num_ranks}; set it to 1"
 
 
 def _missing_files(config: RunConfig) -> Iterator[str]:
-    checkpoint = config.warm_start.checkpoint
-    if checkpoint is not None and not Path(checkpoint).is_dir():
-        yield (
-            f"warm_start.checkpoint: no such folder, got {checkpoint}; name the folder of a saved model, or leave it "
-            "out to train the warm start"
-        )
     dataset = config.env.dataset
     if dataset is not None and "://" not in dataset and not Path(dataset).is_file():
         yield f"env.dataset: no such file, got {dataset}; name a JSON-lines file of tasks"

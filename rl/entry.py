@@ -24,9 +24,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from model import config as model_config
 from rl import config_check, overrides, sweep
 from rl.config import RunConfig
 from rl.config_check import ConfigError
+from rl.start_model import adopt_checkpoint
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -134,6 +136,10 @@ def _main(run_one: Callable[[RunConfig], Any], module: str, argv: Sequence[str])
 
 def checked(config: RunConfig) -> RunConfig:
     """The configuration, after all checks that do not look at this machine's resources."""
+    try:
+        adopt_checkpoint(config)
+    except model_config.ConfigError as error:
+        raise ConfigError(str(error)) from error
     config_check.check(config, overrides.group_options())
     from envs.base import EnvError  # the environments take a moment to import, and most mistakes are found by now
     from envs.extension import ExtensionError
@@ -227,6 +233,14 @@ def _require_experiment(given: Sequence[str], folders: Sequence[Path], module: s
     )
 
 
+def _class_of(section: str) -> type[Any]:
+    """The dataclass of a section such as `model.rope`."""
+    found: type[Any] = RunConfig
+    for name in section.split("."):
+        found = get_type_hints(found)[name]
+    return found
+
+
 def help_text(module: str, folders: Sequence[Path] = (overrides.CONF_FOLDER,)) -> str:
     """What there is to choose and to set, read from the groups and the dataclasses."""
     groups = overrides.group_options(folders)
@@ -248,9 +262,8 @@ def help_text(module: str, folders: Sequence[Path] = (overrides.CONF_FOLDER,)) -
         "",
         "Keys and their defaults (the groups' files in conf/ may set others; --cfg job shows what a run would use)",
     ]
-    types = get_type_hints(RunConfig)
     for section, keys in overrides.sections().items():
-        summary = (inspect.getdoc(types[section]) or "").partition("\n")[0]
+        summary = (inspect.getdoc(_class_of(section)) or "").partition("\n")[0]
         lines += ["", f"  {section}: {summary}"]
         lines += [f"    {key} = {overrides.shown(config_check.default_of(key))}" for key in keys]
     lines += [

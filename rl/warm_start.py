@@ -22,9 +22,10 @@ from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars
+from tokenizers import Tokenizer
 
 from envs.base import TaskSource
-from model.checkpoint import load_model, save_model
+from model.checkpoint import save_model
 from model.config import ModelConfig
 from model.transformer import Transformer, init_weights
 from rl.batch import TrainSample, sample_from_segment
@@ -75,8 +76,8 @@ def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
     """Find the start of a run. Its tokenizer is always trained: the cache entry depends on it.
 
     Raises:
-        WarmStartError: `warm_start.checkpoint` is of another model, the environment demonstrates nothing, or a task
-            leaves no room for an answer.
+        WarmStartError: The tokenizer of `warm_start.checkpoint` is larger than the model, the environment demonstrates
+            nothing, or a task leaves no room for an answer.
     """
     if config.warm_start.checkpoint is not None:
         return _given_start(config, Path(config.warm_start.checkpoint), tasks)
@@ -91,7 +92,7 @@ def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
     if folder.is_dir():
         verify_seal(folder)
     _check_prompts(config, make_renderer(config.rollout.chat_format, tokenizer), tasks)
-    model = dataclasses.replace(config.model, vocab_size=tokenizer.get_vocab_size())
+    model = with_vocabulary(config.model, tokenizer)
     return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model)
 
 
@@ -270,15 +271,26 @@ def _entry_name(config: RunConfig, tokenizer_json: str, scripts: Sequence[tuple[
 
 
 def _given_start(config: RunConfig, folder: Path, tasks: TaskSource) -> StartPlan:
+    """A start from a saved model, whose configuration `rl.start_model` has put into `config.model`."""
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
+    model = with_vocabulary(config.model, tokenizer)
     _check_prompts(config, make_renderer(config.rollout.chat_format, tokenizer), tasks)
-    stored = load_model(folder).config
-    model = dataclasses.replace(config.model, vocab_size=tokenizer.get_vocab_size())
-    if stored != model:
-        raise WarmStartError(
-            f"warm_start.checkpoint: must be of the configured model, got {stored} in {folder}; set model.* to match"
-        )
     return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model)
+
+
+def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The model with the tokenizer's vocabulary where its own is left open; it may be padded beyond the tokenizer's.
+
+    Raises:
+        WarmStartError: The tokenizer has more entries than the model.
+    """
+    num_entries = tokenizer.get_vocab_size()
+    if model.vocab_size and num_entries > model.vocab_size:
+        raise WarmStartError(
+            f"model.vocab_size: must hold the tokenizer's {num_entries} entries, got {model.vocab_size}; "
+            "take the tokenizer that belongs to the checkpoint"
+        )
+    return dataclasses.replace(model, vocab_size=model.vocab_size or num_entries)
 
 
 @contextmanager

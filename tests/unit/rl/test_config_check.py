@@ -173,9 +173,9 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
             "model.max_positions",
         ),
         (
-            "warm_start.checkpoint=/nope",
-            "warm_start.checkpoint: no such folder, got /nope; name the folder of a saved model, or leave it out to "
-            "train the warm start",
+            "rollout.chat_format=chatml",
+            "rollout.chat_format: a model that the warm start trains speaks native, got chatml; leave it out, or name "
+            "a model with warm_start.checkpoint",
         ),
         ("env.dataset=/nope.jsonl", "env.dataset: no such file, got /nope.jsonl; name a JSON-lines file of tasks"),
         (

@@ -1,0 +1,68 @@
+"""The model of a run that starts from a checkpoint is the checkpoint's: its config.json stands for `model.*`.
+
+Ours (`model/checkpoint.py`) and published ones (`model/families/`) alike. Imports nothing heavy, so that a checkpoint
+that cannot be used is found before anything slow starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from model.config import ConfigError, ModelConfig
+from model.families.registry import read_config
+from rl.config import RunConfig
+
+CONFIG_FILE = "config.json"
+
+_OWN = {"compute_dtype"}
+"""What a run decides and a checkpoint does not."""
+
+
+def adopt_checkpoint(config: RunConfig) -> None:
+    """Put the model of `warm_start.checkpoint`, if there is one, into `config.model`.
+
+    A value that equals the default of `ModelConfig` counts as not given; one that is given must be the checkpoint's.
+
+    Raises:
+        ConfigError: The folder has no readable config.json, or a given value is another one.
+    """
+    location = config.warm_start.checkpoint
+    if location is None:
+        return
+    stored, usual = _stored(location), ModelConfig()
+    for field in dataclasses.fields(ModelConfig):
+        given, found = getattr(config.model, field.name), getattr(stored, field.name)
+        if field.name not in _OWN and given not in (found, getattr(usual, field.name)):
+            raise ConfigError(
+                f"model.{field.name}: the checkpoint {location} has {found}, got {given}; leave it out, "
+                "or start from another checkpoint"
+            )
+    config.model = dataclasses.replace(stored, **{name: getattr(config.model, name) for name in _OWN})
+
+
+def _stored(location: str) -> ModelConfig:
+    if "://" in location:
+        raise ConfigError(
+            f"warm_start.checkpoint: must be a folder of this machine, got {location}; copy it with "
+            f"python -m model.export {location} <folder> --format native"
+        )
+    folder = Path(location)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"warm_start.checkpoint: no such folder, got {location}; name the folder of a saved model, or leave it "
+            "out to train the warm start"
+        )
+    path = folder / CONFIG_FILE
+    try:
+        values = dict(json.loads(path.read_text()))
+        return ModelConfig.from_dict(values) if "model_type" not in values else read_config(values)[1]
+    except OSError as error:
+        raise ConfigError(
+            f"warm_start.checkpoint: no readable {CONFIG_FILE}, got {path} ({error.strerror}); name a folder that "
+            "holds a model"
+        ) from error
+    except (TypeError, ValueError) as error:
+        line = str(error).partition("\n")[0]
+        raise ConfigError(f"warm_start.checkpoint: {path} cannot be used: {line}") from error
