@@ -138,7 +138,7 @@ def _final(message: Message) -> list[Part]:
 
 def _call(message: Message) -> list[Part]:
     calls = well_formed_calls(message)
-    if len(calls) > 1:
+    if len(calls) != 1:
         raise RendererError(
             f"message: the chat format harmony has one tool call a turn, got {len(calls)}; give each its own turn"
         )
@@ -188,8 +188,9 @@ def _read(header: Sequence[Part], body: Sequence[str], in_body: bool) -> _Sample
     spelled = "".join(header)
     # role ... <|channel|> channel ... <|constrain|> type, where `...` may name the recipient.
     role, has_channel, rest = spelled.partition(_CHANNEL)
-    channel = "".join(rest.partition(_CONSTRAIN)[0].split()[:1])
-    recipients: list[str] = _RECIPIENT.findall(f"{role} {rest}")
+    fields = rest.partition(_CONSTRAIN)[0]
+    channel = "".join(fields.split()[:1])
+    recipients: list[str] = _RECIPIENT.findall(f"{role} {fields}")
     recipient = recipients[0] if len(recipients) == 1 else ""
     if not in_body:
         problem = f"a message must have {_MESSAGE} after its header"
