@@ -1,8 +1,8 @@
-"""Dense Llamas from GGUF files (llama.cpp's format): metadata, dequantized weights, tokenizer and chat template.
+"""Dense Llamas from GGUF files (llama.cpp's format): configuration, weights, tokenizer and chat template.
 
-Invariant: what comes out is what Hugging Face's checkpoint of the same weights would give. Quantized blocks are decoded
-to fp32 by the `gguf` package, llama.cpp's own; the tensors get the names of `LlamaForCausalLM`; and the rows of query
-and key projections, which llama.cpp stores with the elements of a rotary pair adjacent, go back to the order in which
+Invariant: what comes out is what `llama` gives for Hugging Face's checkpoint of the same weights. Quantized blocks are
+decoded to fp32 by the `gguf` package, llama.cpp's own; the tensors get Hugging Face's names; and the rows of query and
+key projections, which llama.cpp stores with the elements of a rotary pair adjacent, go back to the order in which
 they are half a head apart.
 
 The tokenizer is byte-level BPE over the file's tokens and merges. A byte that is no token is dropped on encoding, as
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from model.config import RopeConfig, RopeScaling
-from model.llama import DenseConfig, DenseModel
+from model.config import Family, ModelConfig, RopeConfig, RopeScaling
+from model.llama import from_llama, llama_shapes
 
 ARCHITECTURE = "llama"
 _ROTATED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
@@ -51,11 +51,12 @@ class GGUFFile:
         if found != ARCHITECTURE:
             raise GGUFError(f"{path}: architecture must be {ARCHITECTURE}, got {found}; only dense Llamas are read")
 
-    def dense_config(self) -> DenseConfig:
-        """The shape of the network, from the metadata.
+    def config(self) -> ModelConfig:
+        """The network with one expert, from the metadata.
 
         Raises:
             GGUFError: A key is missing, or a feature that plain Llamas lack.
+            ConfigError: A network that cannot be built.
         """
         num_heads = int(self._llama("attention.head_count"))
         hidden_size = int(self._llama("embedding_length"))
@@ -66,31 +67,36 @@ class GGUFFile:
                 f"{self.path}: rope.dimension_count must be the head size {head_dim}, got {rotated}; "
                 "partly rotated heads are not supported"
             )
-        return DenseConfig(
+        config = ModelConfig(
+            family=Family.mixtral,
             vocab_size=len(self._value("tokenizer.ggml.tokens")),
             hidden_size=hidden_size,
             num_layers=int(self._llama("block_count")),
             num_heads=num_heads,
             num_kv_heads=int(self._llama("attention.head_count_kv", num_heads)),
             head_dim=head_dim,
-            mlp_size=int(self._llama("feed_forward_length")),
             rope=self._rope(),
+            expert_hidden_size=int(self._llama("feed_forward_length")),
+            num_experts=1,
+            num_experts_per_tok=1,
             rms_norm_eps=_shortest(self._llama("attention.layer_norm_rms_epsilon")),
             tie_embeddings=all(tensor.name != "output.weight" for tensor in self._reader.tensors),
             max_positions=int(self._llama("context_length")),
         )
+        config.validate()
+        return config
 
-    def dense_model(self) -> DenseModel:
-        """All weights in fp32, under Hugging Face's names and in its order.
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The dense checkpoint in fp32, under Hugging Face's names and in its order.
 
         Raises:
             GGUFError: Tensors are missing, or there are more than a plain Llama has.
-            DenseModelError: A tensor's shape contradicts the metadata.
+            ConfigError: As `config`.
         """
-        config = self.dense_config()
+        config = self.config()
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
         stored = {tensor.name: tensor for tensor in self._reader.tensors}
-        stored_name = {name: names.get_name(name, try_suffixes=(".weight",)) or name for name in config.shapes()}
+        stored_name = {name: names.get_name(name, try_suffixes=(".weight",)) or name for name in llama_shapes(config)}
         missing = sorted(set(stored_name.values()) - stored.keys())
         extra = sorted(stored.keys() - set(stored_name.values()))
         if missing or extra:
@@ -98,11 +104,20 @@ class GGUFFile:
                 f"{self.path}: tensors must be exactly those of a dense Llama, got missing {missing} and "
                 f"extra {extra}; convert the checkpoint from its Hugging Face folder"
             )
-        weights = {name: _decoded(stored[stored_name[name]]) for name in config.shapes()}
-        for name, weight in weights.items():
-            if name.endswith(_ROTATED):
-                weights[name] = half_split(weight, config.head_dim)
-        return DenseModel(config=config, weights=weights)
+        tensors = {name: _decoded(stored[stored_name[name]]) for name in stored_name}
+        return {
+            name: half_split(tensor, config.head_dim) if name.endswith(_ROTATED) else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """fp32 masters of the network with one expert.
+
+        Raises:
+            GGUFError, ConfigError: As `tensors`.
+            LlamaError: A tensor's shape contradicts the metadata.
+        """
+        return from_llama(self.config(), self.tensors())
 
     def tokenizer(self) -> Tokenizer:
         """Byte-level BPE with the ids of the file; control tokens are special tokens.

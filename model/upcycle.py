@@ -1,6 +1,7 @@
-"""Upcycling: a dense Llama becomes a Mixture of Experts that starts from the same knowledge.
+"""Upcycling: a dense model becomes a Mixture of Experts that starts from the same knowledge.
 
-A recipe says how the MLP of a layer becomes experts; everything else is taken over bit for bit. Invariant of the exact
+The dense model comes as a Mixture of one expert (`llama`). A recipe says how that expert, the MLP of a layer, becomes
+several; everything else is taken over bit for bit. Invariant of the exact
 cases below: the new network computes the dense one's function, up to fp32 rounding, before its experts are quantized.
 
     Split   neuron f = e F/E + i of the MLP becomes neuron i of expert e: each gate row, up row and down column is in
@@ -23,14 +24,15 @@ Shapes: D model dim, F neurons of the dense MLP, N neurons of an expert, E exper
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from model.config import MXFP4_BLOCK, Family, ModelConfig
-from model.llama import DenseConfig, DenseModel
+from model.config import MXFP4_BLOCK, ModelConfig
 
 _ROUTER_SCALE = 1e-3
 """Length of a router row in an approximate split; a normed input is of the order of sqrt(D), so logits are of 0.1."""
@@ -137,48 +139,48 @@ class Copies:
         return copies
 
 
-def upcycle(dense: DenseModel, recipe: Recipe) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+def upcycle(
+    config: ModelConfig, masters: Mapping[str, torch.Tensor], recipe: Recipe
+) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Configuration and fp32 masters of the Mixture of Experts, for `checkpoint.save_model`.
 
-    What is not an MLP is shared with `dense`, not copied.
+    Args:
+        config: The dense model's, with one expert (`llama.llama_config`).
+        masters: The dense model's, with one expert (`llama.from_llama`). What is no MLP is shared with the result.
+        recipe: How to make experts.
 
     Raises:
-        UpcycleError: The recipe does not fit the MLP.
-        ConfigError: The result is a network that cannot be built, such as one with more choices than experts.
+        UpcycleError, ConfigError: As `upcycled_config`.
     """
-    config = upcycled_config(dense.config, recipe)
-    weights = {name: weight for name, weight in dense.weights.items() if ".mlp." not in name}
+    upcycled = upcycled_config(config, recipe)
+    weights = {name: weight for name, weight in masters.items() if ".mlp." not in name}
     for index in range(config.num_layers):
         mlp = f"model.layers.{index}.mlp"
-        gate_FD, up_FD, down_DF = (dense.weights[f"{mlp}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-        layer = recipe.layer(index, gate_FD, up_FD, down_DF)
+        gate_FD, up_FD = masters[f"{mlp}.experts.gate_up_proj"][0].chunk(2)
+        layer = recipe.layer(index, gate_FD, up_FD, masters[f"{mlp}.experts.down_proj"][0])
         weights[f"{mlp}.router.weight"] = layer.router_ED
         weights[f"{mlp}.experts.gate_up_proj"] = layer.gate_up_E2ND
         weights[f"{mlp}.experts.down_proj"] = layer.down_EDN
-    return config, weights
+    return upcycled, weights
 
 
-def upcycled_config(dense: DenseConfig, recipe: Recipe) -> ModelConfig:
-    """The configuration alone: Mixtral's network, in the shape of the dense model.
+def upcycled_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
+    """The configuration alone.
 
     Raises:
-        UpcycleError, ConfigError: As `upcycle`.
+        UpcycleError: The recipe does not fit, or `config` has more than one expert already.
+        ConfigError: The result is a network that cannot be built, such as one with more choices than experts.
     """
-    config = ModelConfig(
-        family=Family.mixtral,
-        vocab_size=dense.vocab_size,
-        hidden_size=dense.hidden_size,
-        num_layers=dense.num_layers,
-        num_heads=dense.num_heads,
-        num_kv_heads=dense.num_kv_heads,
-        head_dim=dense.head_dim,
-        rope=dense.rope,
-        expert_hidden_size=recipe.expert_size(dense.mlp_size),
+    if config.num_experts != 1:
+        raise UpcycleError(
+            f"model.num_experts: only a dense model (one expert) can be upcycled, got {config.num_experts} experts; "
+            "read it with model/llama.py"
+        )
+    upcycled = dataclasses.replace(
+        config,
+        expert_hidden_size=recipe.expert_size(config.expert_hidden_size),
         num_experts=recipe.num_experts,
         num_experts_per_tok=recipe.num_experts_per_tok,
-        rms_norm_eps=dense.rms_norm_eps,
-        tie_embeddings=dense.tie_embeddings,
-        max_positions=dense.max_positions,
     )
-    config.validate()
-    return config
+    upcycled.validate()
+    return upcycled

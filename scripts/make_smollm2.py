@@ -57,10 +57,10 @@ def make(source: Path, folder: Path, made_of: dict[str, str]) -> None:
     """Read, upcycle and write."""
     file = GGUFFile(source)
     say(f"decoding {source.name}")
-    dense = file.dense_model()
-    config, weights = upcycle(dense, RECIPE)
+    dense = file.config()
+    config, weights = upcycle(dense, file.masters(), RECIPE)
     num_parameters = sum(weight.numel() for weight in weights.values())
-    say(f"{config.num_layers} MLPs of {dense.config.mlp_size} neurons became {config.num_experts} experts each")
+    say(f"{config.num_layers} MLPs of {dense.expert_hidden_size} neurons became {config.num_experts} experts each")
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
