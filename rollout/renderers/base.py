@@ -36,7 +36,7 @@ class Renderer(ABC):
     stops: ClassVar[tuple[str, ...]]
     required: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
-    declares_tools: ClassVar[bool] = True
+    declares_tools: bool = True
 
     def __init__(self, name: ChatFormat, tokenizer: Tokenizer):
         self.name = name

@@ -52,6 +52,7 @@ class ChatmlRenderer(Renderer):
     def __init__(self, name: ChatFormat, tokenizer: Tokenizer):
         super().__init__(name, tokenizer)
         self._default_system = _DEFAULT_SYSTEM.get(name, "")
+        self.declares_tools = name is not ChatFormat.smollm2
 
     def answer(self, ids: Sequence[int]) -> Message:
         """See `Renderer`."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,8 @@ class HarmonyRenderer(Renderer):
         if "reasoning_content" in wanted:
             wanted["thinking"] = wanted.pop("reasoning_content")
         if message.role is Role.TOOL:
-            wanted["content"] = json.loads(message.content)
+            with suppress(json.JSONDecodeError):
+                wanted["content"] = json.loads(message.content)
         return wanted
 
     def _opening(self, messages: Sequence[Message], tools: Tools) -> list[Part]:
