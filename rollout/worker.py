@@ -36,10 +36,10 @@ class WorkerSpec:
     env: EnvConfig
     model: ModelConfig
     tokenizer_json: str
+    chat_format: ChatFormat
     num_threads: int
     max_sessions: int
     max_retries: int
-    chat_format: ChatFormat = ChatFormat.native
 
 
 class _MadeAtReset(Env):

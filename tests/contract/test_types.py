@@ -13,6 +13,7 @@ import rollout.types
 from envs.config import EnvConfig
 from model.config import ModelConfig
 from model.snapshot import Format, PackedTensor, WeightSnapshot
+from rollout.config import ChatFormat
 from rollout.episode import EpisodeJob
 from rollout.pool import SamplePlan
 from rollout.types import (
@@ -100,7 +101,8 @@ VALUES = {
         ),
         SamplePlan(group_size=2, temperature=1.0, limits=LIMITS, max_context_tokens=9, seed_key=(1, 2)),
         WorkerSpec(
-            env=EnvConfig(), model=ModelConfig(), tokenizer_json="{}", num_threads=1, max_sessions=2, max_retries=0
+            env=EnvConfig(), model=ModelConfig(), tokenizer_json="{}", chat_format=ChatFormat.kimi, num_threads=1,
+            max_sessions=2, max_retries=0,
         ),
         WeightSnapshot(version=WeightVersion(2), tensors={"a": PACKED}, digests={"a": "00"}),
     )

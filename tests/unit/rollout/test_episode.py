@@ -31,6 +31,7 @@ from rollout.types import (
     Verdict,
     WeightVersion,
 )
+from tests.unit.rollout.renderers.vocabulary import WEB, call, renderer_for, says
 
 RENDERER = make_renderer(ChatFormat.native, train_tokenizer(["return x"] * 5, vocab_size=270))
 (STOP_ID,) = RENDERER.stop_ids
@@ -98,8 +99,8 @@ class EchoEnv(Env):
 class Recording(ScriptedSampler):
     """A scripted sampler that keeps what it was asked."""
 
-    def __init__(self, *answers):
-        super().__init__(RENDERER, answers)
+    def __init__(self, *answers, renderer=RENDERER):
+        super().__init__(renderer, answers)
         self.requests = []
         self.closed = []
 
@@ -427,3 +428,41 @@ def test_64_interleaved_episodes_do_not_mix():
         for span in spans(trajectory):
             if span.sampled_by is not None:
                 assert set(span.sampled_by.logprobs_T.tolist()) == {-float(number)}
+
+
+# ---- chat formats
+
+
+class AskingEnv(EchoEnv):
+    """Answers each tool call of a turn; keeps what it was told."""
+
+    async def step(self, message):
+        self.heard.append(message)
+        if not message.tool_calls:
+            return StepResult(observations=(), terminated=True)
+        results = tuple(
+            Message(role=Role.TOOL, content="<|end|> 21", name="f", tool_call_id=call.id) for call in message.tool_calls
+        )
+        return StepResult(observations=results, terminated=False)
+
+    async def evidence(self):
+        return Evidence(verdict=Verdict.VALID, turns=(), hidden=Checks(passed=1, declared=1))
+
+
+@pytest.mark.parametrize("chat_format", WEB, ids=lambda value: value.value)
+def test_an_episode_in_every_chat_format_only_appends(chat_format):
+    renderer = renderer_for(chat_format)
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    tools = ({"type": "function", "function": function},) if renderer.declares_tools else ()
+    asked = says("", call("functions.f:0" if chat_format is ChatFormat.kimi else "call_0", x=1), reasoning="Hm.")
+    env, sampler = AskingEnv(), Recording(asked, "21 degrees.", renderer=renderer)
+    job = replace(JOB, task=replace(TASK, tools=tools), limits=TaskLimits(max_turns=4, max_tokens_per_turn=999))
+    trajectory = asyncio.run(run_episode(job, env, sampler, renderer))
+    assert (trajectory.failure, trajectory.stop) == (None, StopReason.TERMINATED)
+    assert env.heard == [asked, says("21 degrees.")]
+    opening, first, observation, second = spans(trajectory)
+    assert opening == renderer.opening(TASK.messages, tools)
+    assert [span.ids for span in (first, second)] == [renderer.answer_ids(asked), renderer.answer_ids(env.heard[1])]
+    assert sampler.requests[0].prompt_ids == opening.ids
+    assert sampler.requests[1].prompt_ids == opening.ids + first.ids + observation.ids
+    assert first.ids[-1] in renderer.stop_ids

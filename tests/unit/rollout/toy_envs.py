@@ -12,6 +12,7 @@ from envs.custom import TextEnv, question
 from model.config import ModelConfig
 from model.snapshot import make_snapshot, published_view
 from model.transformer import EMBEDDING, LM_HEAD, Transformer, init_weights
+from rollout.config import ChatFormat
 from rollout.tokenizer import Control, train_tokenizer
 from rollout.types import Checks, WeightVersion
 from rollout.worker import WorkerSpec
@@ -46,6 +47,7 @@ def spec(env, *, max_sessions=16, max_retries=0, **params):
         env=EnvConfig(name="custom", target=f"{__name__}:{env.__name__}", params=params, max_context_tokens=96),
         model=MODEL,
         tokenizer_json=TOKENIZER.to_str(),
+        chat_format=ChatFormat.native,
         num_threads=1,
         max_sessions=max_sessions,
         max_retries=max_retries,
