@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from envs.extension import ExtensionError, load_target
 from model import config as model_config
+from model.size import ModelSize
 from rl import machine
 from rl.config import RunConfig
 from rollout.config import ChatFormat
@@ -326,14 +327,8 @@ def check_placement(config: RunConfig, cpus: int) -> None:
 
 def count_parameters(config: RunConfig) -> int:
     """Parameters of the policy, with the tokenizer's largest vocabulary where the model leaves its own open."""
-    model = config.model
-    vocabulary = model.vocab_size or config.warm_start.tokenizer_vocab_size
-    attention = 2 * model.hidden_size * model.head_dim * (model.num_heads + model.num_kv_heads)
-    experts = 3 * model.hidden_size * model.expert_hidden_size * model.num_experts
-    shared = 3 * model.hidden_size * model.shared_expert_hidden_size
-    router = model.hidden_size * model.num_experts
-    embeddings = vocabulary * model.hidden_size * (1 if model.tie_embeddings else 2)
-    return model.num_layers * (attention + experts + shared + router) + embeddings
+    vocabulary = config.model.vocab_size or config.warm_start.tokenizer_vocab_size
+    return ModelSize.of(dataclasses.replace(config.model, vocab_size=vocabulary)).num_total
 
 
 def estimate_memory_bytes(config: RunConfig, plan: WorkerPlan) -> dict[str, int]:
