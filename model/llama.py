@@ -1,7 +1,8 @@
 """A dense Llama-type checkpoint as a Mixture of Experts with one expert, which every token chooses with weight 1.
 
 Invariant: the network of `llama_config` with the weights of `from_llama` is the dense model. So a dense checkpoint runs
-here as any other, and `upcycle` makes more experts of the one. `gguf_file` reads the same from a GGUF file.
+here as any other, and `upcycle` makes more experts of the one. `read_llama` reads Hugging Face's folders, `gguf_file`
+the same from a GGUF file.
 
 Names are those of Hugging Face's `LlamaForCausalLM` (Touvron et al. 2023, with grouped-query attention); rotary pairs
 are half a head apart. Biases and other activations are errors, never ignored.
@@ -11,13 +12,16 @@ Shapes: D model dim, F neurons of an MLP.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from model.config import ConfigError, Family, ModelConfig
 from model.families.keys import Keys
+from model.hf_files import CONFIG_FILE, Folder
 from model.transformer import EMBEDDING, LM_HEAD, parameter_shapes
 
 _MODEL_TYPES = ("llama", "mistral")
@@ -25,6 +29,23 @@ _MODEL_TYPES = ("llama", "mistral")
 
 class LlamaError(ValueError):
     """Tensors that are not those of a dense Llama of the given configuration."""
+
+
+def read_llama(source: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    """Configuration and fp32 masters, with one expert, of a published dense checkpoint: a folder or any fsspec URL.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+        ConfigError, LlamaError: As `llama_config` and `from_llama`.
+    """
+    folder = Folder(source)
+    config = llama_config(folder.read_json(CONFIG_FILE))
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.weight_files():
+        folder.header(file)  # a damaged file is named here
+        with folder.local_copy(file) as path:
+            tensors |= load_file(path)
+    return config, from_llama(config, tensors)
 
 
 def llama_config(values: Mapping[str, Any]) -> ModelConfig:

@@ -1,8 +1,12 @@
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from model.config import ConfigError, RopeConfig, RopeScaling
-from model.llama import LlamaError, from_llama, llama_config, llama_shapes
+from model.llama import LlamaError, from_llama, llama_config, llama_shapes, read_llama
+from model.loaded import CheckpointError
 from model.transformer import parameter_shapes
 
 HF = {
@@ -94,3 +98,25 @@ def test_names_and_shapes_are_checked():
         from_llama(config, {**given, "model.norm.weight": torch.zeros(65)})
     with pytest.raises(LlamaError, match=r"^model.norm.weight: must be floating point .*got torch.int64"):
         from_llama(config, {**given, "model.norm.weight": torch.zeros(64, dtype=torch.int64)})
+
+
+def test_a_sharded_folder_is_read(tmp_path):
+    config = llama_config(HF)
+    given = tensors(config)
+    shards = {"a.safetensors": {EMBEDDING: given[EMBEDDING]}}
+    shards["b.safetensors"] = {name: tensor.clone() for name, tensor in given.items() if name != EMBEDDING}
+    for file, part in shards.items():
+        save_file(part, tmp_path / file)
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    found, masters = read_llama(tmp_path)
+    expected = from_llama(config, given)
+    assert found == config
+    assert masters.keys() == expected.keys()
+    assert all(torch.equal(masters[name], expected[name]) for name in expected)
+
+    whole = (tmp_path / "b.safetensors").read_bytes()
+    (tmp_path / "b.safetensors").write_bytes(whole[:-4])
+    with pytest.raises(CheckpointError, match=r"b.safetensors: must be a whole safetensors file"):
+        read_llama(tmp_path)
