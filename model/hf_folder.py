@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,46 +25,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model.config import ConfigError, ModelConfig
-from model.encodings import (
-    Encoding,
-    Entry,
-    Kind,
-    check_quantization,
-    decode_fp8,
-    detect,
-    expected_shapes,
-    mxfp4_bytes,
-)
-from model.families.base import FamilyFormat, Layout, Piece
+from model.encodings import Entry, Kind, check_quantization, decode_fp8, mxfp4_bytes
 from model.families.registry import read_config
 from model.hf_files import CONFIG_FILE, Folder
+from model.hf_plan import Parameter, Source, make_plan, read_headers
 from model.loaded import CheckpointError, Form, LoadedModel, Weight
 from model.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 from model.snapshot import PLAIN_DTYPES, Format, PackedTensor, plain_bytes, tensor_format
-from model.transformer import EMBEDDING, LM_HEAD, parameter_shapes
-
-_DERIVED = ".rotary_emb.inv_freq"
-"""A table that old checkpoints store and every reader computes."""
-
-_MAX_LISTED = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """A piece of a parameter and the entries that hold it."""
-
-    piece: Piece
-    encoding: Encoding
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parameter:
-    """A parameter (or the stored copy of a tied one) and all its sources."""
-
-    name: str
-    shape: tuple[int, ...]
-    sources: tuple[_Source, ...]
+from model.transformer import EMBEDDING, LM_HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,7 +44,7 @@ class HfCheckpoint:
     metadata: Mapping[str, str]
     notes: tuple[str, ...]
     _entries: Mapping[str, Entry]
-    _parameters: tuple[_Parameter, ...]
+    _parameters: tuple[Parameter, ...]
     _tile: tuple[int, int]
 
     @property
@@ -123,8 +91,8 @@ class HfCheckpoint:
             config=self.config, form=Form.FOREIGN, weights=ordered, metadata=self.metadata, notes=self.notes
         )
 
-    def _sources_by_file(self) -> list[tuple[str, list[tuple[str, _Source]]]]:
-        by_file: dict[str, list[tuple[str, _Source]]] = {}
+    def _sources_by_file(self) -> list[tuple[str, list[tuple[str, Source]]]]:
+        by_file: dict[str, list[tuple[str, Source]]] = {}
         for parameter in self._parameters:
             for source in parameter.sources:
                 for file in {self._entries[name].file for name in source.names}:
@@ -135,7 +103,7 @@ class HfCheckpoint:
 class _Assembly:
     """A parameter under construction; memory is taken with its first piece."""
 
-    def __init__(self, parameter: _Parameter, tile: tuple[int, int]) -> None:
+    def __init__(self, parameter: Parameter, tile: tuple[int, int]) -> None:
         self._parameter = parameter
         self._tile = tile
         self._num_missing = len(parameter.sources)
@@ -149,7 +117,7 @@ class _Assembly:
         """Whether every piece is in place."""
         return self._num_missing == 0
 
-    def place(self, source: _Source, stored: list[torch.Tensor]) -> None:
+    def place(self, source: Source, stored: list[torch.Tensor]) -> None:
         """Copy one piece to where it belongs."""
         parts = mxfp4_bytes(*stored) if self._is_packed else (self._values(source, stored),)
         self._parts = self._parts or self._empty(parts[0].dtype)
@@ -170,7 +138,7 @@ class _Assembly:
             return values
         return PackedTensor(format=self._format, shape=shape, payload=plain_bytes(values), scales=nothing)
 
-    def _values(self, source: _Source, stored: list[torch.Tensor]) -> torch.Tensor:
+    def _values(self, source: Source, stored: list[torch.Tensor]) -> torch.Tensor:
         match source.encoding.kind:
             case Kind.PLAIN:
                 return stored[0].mT if source.piece.transposed else stored[0]
@@ -202,130 +170,17 @@ def open_hf(source: str | os.PathLike[str]) -> HfCheckpoint:
         tile = check_quantization(values.get("quantization_config"))
     except (ConfigError, CheckpointError) as error:
         raise type(error)("\n".join(f"{folder.source}: {line}" for line in str(error).splitlines())) from error
-    entries, metadata = _headers(folder)
-    notes = list[str]()
-    prefixes = family.skipped(values)
-    skipped = [name for name in entries if name.startswith(prefixes) or name.endswith(_DERIVED)]
-    if skipped:
-        notes.append(f"{len(skipped)} tensors are no part of the policy and were skipped: {_listed(skipped)}")
-    entries = {name: entry for name, entry in entries.items() if name not in set(skipped)}
-    shapes = parameter_shapes(config)
-    layout = _layout(family, config, shapes, entries)
-    if config.tie_embeddings:
-        (copy,) = layout.pieces(config, LM_HEAD, shapes[EMBEDDING])
-        if copy.name in entries:
-            shapes[LM_HEAD] = shapes[EMBEDDING]
-            notes.append(f"{copy.name} is stored although it is tied; it must equal the embedding")
-    parameters = tuple(_parameter(config, layout, name, shape, entries) for name, shape in shapes.items())
-    _check_entries(folder.source, parameters, entries, tile)
-    notes.extend(_rounding_notes(parameters, entries))
+    entries, metadata = read_headers(folder)
+    parameters, notes = make_plan(folder.source, family, config, entries, tile=tile, skipped=family.skipped(values))
     return HfCheckpoint(
         folder=folder,
         config=config,
         metadata=metadata,
-        notes=tuple(notes),
+        notes=notes,
         _entries=entries,
         _parameters=parameters,
         _tile=tile,
     )
-
-
-def _headers(folder: Folder) -> tuple[dict[str, Entry], dict[str, str]]:
-    """All entries of a checkpoint, and the metadata of its first file."""
-    entries: dict[str, Entry] = {}
-    metadata: dict[str, str] | None = None
-    for file in folder.weight_files():
-        found, found_metadata = folder.header(file)
-        if twice := entries.keys() & found.keys():
-            first = entries[min(twice)].file
-            raise CheckpointError(
-                f"{folder.source}: {file}: a tensor must be stored once, got {_listed(twice)} in {first} too; "
-                "remove the files of the other checkpoint"
-            )
-        entries |= found
-        metadata = found_metadata if metadata is None else metadata
-    return entries, metadata or {}
-
-
-def _layout(
-    family: FamilyFormat, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry]
-) -> Layout:
-    """The family's layout whose embedding is stored; the first when none is."""
-    for layout in family.layouts:
-        (embedding,) = layout.pieces(config, EMBEDDING, shapes[EMBEDDING])
-        if embedding.name in entries:
-            return layout
-    return family.layouts[0]
-
-
-def _parameter(
-    config: ModelConfig, layout: Layout, name: str, shape: tuple[int, ...], entries: Mapping[str, Entry]
-) -> _Parameter:
-    sources = list[_Source]()
-    for piece in layout.pieces(config, name, shape):
-        encoding = detect(piece.name, entries)
-        sources.append(_Source(piece=piece, encoding=encoding, names=encoding.names(piece.name, entries)))
-    return _Parameter(name=name, shape=shape, sources=tuple(sources))
-
-
-def _check_entries(
-    where: str, parameters: Iterable[_Parameter], entries: Mapping[str, Entry], tile: tuple[int, int]
-) -> None:
-    """Check names, shapes and dtypes of everything stored.
-
-    Raises:
-        CheckpointError: Lists the names at fault.
-    """
-    expected: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-    for parameter in parameters:
-        for source in parameter.sources:
-            piece, encoding = source.piece, source.encoding
-            shape = piece.shape
-            if piece.transposed and encoding.kind is Kind.PLAIN:
-                shape = (*shape[:-2], shape[-1], shape[-2])
-            dtypes = (encoding.dtypes, encoding.scale_dtypes)
-            expected |= {
-                name: (shape, dtypes[index])
-                for index, (name, shape) in enumerate(
-                    zip(source.names, expected_shapes(encoding, shape, tile), strict=True)
-                )
-            }
-    missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
-    if missing or extra:
-        raise CheckpointError(
-            f"{where}: tensors must be exactly those of config.json, got {len(missing)} missing {_listed(missing)} and "
-            f"{len(extra)} extra {_listed(extra)}; check that the files belong to this configuration"
-        )
-    wrong = [
-        f"{name} {entries[name].dtype} {entries[name].shape} instead of {'/'.join(dtypes)} {shape}"
-        for name, (shape, dtypes) in expected.items()
-        if entries[name].shape != shape or entries[name].dtype not in dtypes
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{where}: shapes and dtypes must be those of config.json, got {_listed(wrong)}; "
-            "check that the files belong to this configuration"
-        )
-
-
-def _rounding_notes(parameters: Iterable[_Parameter], entries: Mapping[str, Entry]) -> Iterator[str]:
-    """What the published view will round, as far as dtypes tell; `LoadedModel.rounded` counts values."""
-    rounded: dict[tuple[str, Format], list[str]] = {}
-    for parameter in parameters:
-        format = tensor_format(parameter.name)
-        for source in parameter.sources:
-            stored = entries[source.names[0]].dtype
-            exact = source.encoding.kind is Kind.MXFP4 or format is Format.FP32 or (stored, format) == ("BF16", "bf16")
-            if not exact and parameter.name not in rounded.setdefault((stored, format), []):
-                rounded[stored, format].append(parameter.name)
-    for (stored, format), names in rounded.items():
-        yield f"{len(names)} parameters are stored as {stored} and published as {format}, rounded: {_listed(names)}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _MAX_LISTED} more" if len(ordered) > _MAX_LISTED else ""
-    return f"{ordered[:_MAX_LISTED]}{more}"
 
 
 def _fingerprint(weight: Weight) -> str:

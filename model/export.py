@@ -1,0 +1,97 @@
+"""Convert a checkpoint: `python -m model.export SOURCE DEST --format {mxfp4,bf16,native}`.
+
+SOURCE is a folder of this project (masters or published bytes), or a published checkpoint by path or URL. `mxfp4` is
+what the policy is: the gpt-oss layout for gpt-oss, compressed-tensors otherwise. `bf16` rounds the weights as they are
+stored, so of masters it is the unquantized network. `native` gives the fp32 masters that training starts from.
+
+DEST appears complete or not at all. Exit codes: 0 done, 2 a mistake (one line on stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from model.checkpoint import is_native, load_model, save_model
+from model.config import ConfigError
+from model.hf_files import Folder
+from model.hf_folder import open_hf
+from model.hf_writer import MAX_SHARD_BYTES, HfFormat, save_hf
+from model.loaded import CheckpointError
+from model.mxfp4 import MXFP4Error
+from model.snapshot import SnapshotError
+
+_NATIVE = "native"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line, convert, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m model.export", description="Convert a checkpoint.")
+    parser.add_argument("source", help="a checkpoint of this project, or a published one by path or URL")
+    parser.add_argument("dest", type=Path, help="the folder to write; must not exist")
+    parser.add_argument("--format", required=True, choices=[*map(str, HfFormat), _NATIVE], help="what to write")
+    parser.add_argument(
+        "--max-shard-bytes", type=int, default=MAX_SHARD_BYTES, help=f"bytes in a file (default: {MAX_SHARD_BYTES})"
+    )
+    chosen = parser.parse_args(arguments)
+    try:
+        notes = export(chosen.source, chosen.dest, chosen.format, chosen.max_shard_bytes)
+    except (CheckpointError, ConfigError, MXFP4Error, SnapshotError) as error:
+        sys.stderr.write("".join(f"{line}\n" for line in str(error).splitlines()))
+        return 2
+    sys.stdout.write("".join(f"note: {note}\n" for note in notes) + f"{chosen.format} checkpoint in {chosen.dest}\n")
+    return 0
+
+
+def export(source: str, dest: Path, format: str, max_shard_bytes: int = MAX_SHARD_BYTES) -> tuple[str, ...]:
+    """Convert `source` into the new folder `dest`, and return notes on how it was read.
+
+    Raises:
+        CheckpointError: `dest` exists, or the source cannot be read.
+        ConfigError: The source's configuration is not supported, or its family cannot hold it.
+    """
+    if dest.exists():
+        raise CheckpointError(f"{dest}: must not exist, got a file or folder; choose another name or remove it")
+    partial = dest.with_name(f"{dest.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        notes = _write(source, partial, format, max_shard_bytes)
+        partial.rename(dest)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return notes
+
+
+def _write(source: str, folder: Path, format: str, max_shard_bytes: int) -> tuple[str, ...]:
+    if format == _NATIVE:
+        loaded = load_model(source)
+        save_model(folder, loaded.config, loaded.masters(), {})
+        companions = Folder(source)
+        for name in companions.companions():
+            companions.copy(name, folder)
+        return loaded.notes
+    if is_native(source):
+        loaded = load_model(source)
+        config, weights, metadata, notes = loaded.config, iter(loaded.weights.items()), None, loaded.notes
+    else:
+        opened = open_hf(source)
+        config, weights, notes = opened.config, opened.read(), opened.notes
+        metadata = opened.metadata if opened.has_mxfp4 else None
+    save_hf(
+        folder,
+        config,
+        weights,
+        HfFormat(format),
+        source=Folder(source),
+        metadata=metadata,
+        max_shard_bytes=max_shard_bytes,
+    )
+    return notes
+
+
+if __name__ == "__main__":
+    sys.exit(main())
