@@ -1,15 +1,15 @@
 """Upcycling: a dense model becomes a Mixture of Experts that starts from the same knowledge.
 
 The dense model comes as a Mixture of one expert (`llama`). A recipe says how that expert, the MLP of a layer, becomes
-several; everything else is taken over bit for bit. Invariant of the exact
-cases below: the new network computes the dense one's function, up to fp32 rounding, before its experts are quantized.
+several; everything else is taken over bit for bit. Invariant of the exact cases below: the new network computes the
+dense one's function, up to fp32 rounding, before its experts are quantized.
 
     Split   neuron f = e F/E + i of the MLP becomes neuron i of expert e: each gate row, up row and down column is in
             exactly one expert. With the router at zero each of the K chosen experts weighs 1/K, so `down` is multiplied
             by K. K = E is exact. K a power of two changes no bits of a weight but its exponent, so that the MXFP4
             codes of an expert are those of the dense MLP; another K rounds each weight once more.
-    Copies  every expert is the whole MLP (sparse upcycling, Komatsuzaki et al. 2022), and the router is
-            drawn at random: exact for every K, because the weights of the chosen experts sum to 1.
+    Copies  every expert is the whole MLP (sparse upcycling, Komatsuzaki et al. 2022), and the router is drawn at
+            random: exact for every K, because the weights of the chosen experts sum to 1.
 
 Split with K < E is approximate, a start for training: the dense MLP needs all its neurons. The router then prefers the
 experts whose mean gate row points along the input (a random router loses more; the figures are in RESULTS.md), and its
