@@ -59,17 +59,12 @@ class HfCheckpoint:
             CheckpointError: A file that changed since its header was read, or tied embeddings that differ.
         """
         assemblies = {parameter.name: _Assembly(parameter, self._tile) for parameter in self._parameters}
-        held: dict[str, torch.Tensor] = {}
         tied = set[str]()
         for file, sources in self._sources_by_file():
             with self.folder.local_copy(file) as path, _opened(path) as tensors:
                 for name, source in sources:
-                    stored = {n: tensors.get_tensor(n) for n in source.names if self._entries[n].file == file}
-                    stored |= {n: held.pop(n) for n in source.names if n in held}
-                    if len(stored) < len(source.names):  # FP8 or MXFP4 with its scales in another file
-                        held |= {n: tensor.clone() for n, tensor in stored.items()}
-                        continue
-                    assemblies[name].place(source, [stored[n] for n in source.names])
+                    here = [entry for entry in source.names if self._entries[entry].file == file]
+                    assemblies[name].add(source, {entry: tensors.get_tensor(entry) for entry in here})
                     if not assemblies[name].is_complete:
                         continue
                     weight = assemblies.pop(name).weight()
@@ -86,9 +81,13 @@ class HfCheckpoint:
     def load(self) -> LoadedModel:
         """All weights in memory, in the parameters' order."""
         weights = dict(self.read())
-        ordered = {each.name: weights[each.name] for each in self._parameters if each.name in weights}
+        names = [each.name for each in self._parameters if each.name != LM_HEAD or not self.config.tie_embeddings]
         return LoadedModel(
-            config=self.config, form=Form.FOREIGN, weights=ordered, metadata=self.metadata, notes=self.notes
+            config=self.config,
+            form=Form.FOREIGN,
+            weights={name: weights[name] for name in names},
+            metadata=self.metadata,
+            notes=self.notes,
         )
 
     def _sources_by_file(self) -> list[tuple[str, list[tuple[str, Source]]]]:
@@ -111,14 +110,22 @@ class _Assembly:
         kinds = {source.encoding.kind for source in parameter.sources}
         self._is_packed = self._format is Format.MXFP4 and kinds == {Kind.MXFP4}
         self._parts: tuple[torch.Tensor, ...] = ()
+        self._held: dict[str, torch.Tensor] = {}
 
     @property
     def is_complete(self) -> bool:
         """Whether every piece is in place."""
         return self._num_missing == 0
 
-    def place(self, source: Source, stored: list[torch.Tensor]) -> None:
-        """Copy one piece to where it belongs."""
+    def add(self, source: Source, found: dict[str, torch.Tensor]) -> None:
+        """Place one piece, or hold what was found of it until another file brings the rest (payload or scales)."""
+        stored = {**self._held, **found}
+        if all(entry in stored for entry in source.names):
+            self._place(source, [stored[entry] for entry in source.names])
+        else:
+            self._held |= {entry: tensor.clone() for entry, tensor in found.items()}
+
+    def _place(self, source: Source, stored: list[torch.Tensor]) -> None:
         parts = mxfp4_bytes(*stored) if self._is_packed else (self._values(source, stored),)
         self._parts = self._parts or self._empty(parts[0].dtype)
         if parts[0].dtype != self._parts[0].dtype:  # pieces of several dtypes: the one that holds them all

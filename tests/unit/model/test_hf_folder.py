@@ -89,6 +89,7 @@ def test_one_file_and_files_without_an_index(folder, weights):
 
 
 def test_a_url_is_read_like_a_path(folder, weights):
+    assert all(same(load_model(f"file://{folder}").weights[name], weights[name]) for name in weights)
     memory = fsspec.filesystem("memory")
     memory.put(str(folder), "/published/model", recursive=True)
     try:

@@ -1,0 +1,74 @@
+"""The command line: every direction, and mistakes as one line with exit code 2."""
+
+import pytest
+import torch
+
+from model.checkpoint import load_model, save_model
+from model.config import Family
+from model.export import main
+from model.loaded import Form
+from model.snapshot import view
+from tests.unit.model.families.minis import CONFIGS, masters, published, same
+
+FAMILIES = [Family.gpt_oss, Family.qwen3_moe]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masters_become_a_published_checkpoint_and_masters_again(tmp_path, family, capsys):
+    config, given, expected = CONFIGS[family], masters(CONFIGS[family]), published(CONFIGS[family])
+    source = tmp_path / "source"
+    source.mkdir()
+    save_model(source, config, given, {})
+    (source / "tokenizer.json").write_text("{}")
+    assert main([str(source), str(tmp_path / "mxfp4"), "--format", "mxfp4"]) == 0
+    assert all(same(weight, expected[name]) for name, weight in load_model(tmp_path / "mxfp4").weights.items())
+    assert main([str(tmp_path / "mxfp4"), str(tmp_path / "native"), "--format", "native"]) == 0
+    native = load_model(tmp_path / "native")
+    assert (native.form, native.config) == (Form.MASTER, config)
+    assert all(torch.equal(native.weights[name], view(expected[name])) for name in expected)
+    assert main([str(tmp_path / "native"), str(tmp_path / "bf16"), "--format", "bf16"]) == 0
+    assert all(torch.equal(w, view(expected[name])) for name, w in load_model(tmp_path / "bf16").masters().items())
+    for folder in ("mxfp4", "native", "bf16"):
+        assert (tmp_path / folder / "tokenizer.json").read_text() == "{}"
+    assert capsys.readouterr().out.splitlines()[0] == f"mxfp4 checkpoint in {tmp_path / 'mxfp4'}"
+    assert not [*tmp_path.glob("*.partial")]
+
+
+def test_foreign_bytes_and_their_description_pass_through(tmp_path):
+    config, weights = CONFIGS[Family.gpt_oss], published(CONFIGS[Family.gpt_oss])
+    source = tmp_path / "published"
+    source.mkdir()
+    save_model(source, config, weights, {})
+    assert main([str(source), str(tmp_path / "one"), "--format", "mxfp4"]) == 0
+    assert main([str(tmp_path / "one"), str(tmp_path / "two"), "--format", "mxfp4", "--max-shard-bytes", "9000"]) == 0
+    two = load_model(tmp_path / "two")
+    assert all(same(weight, weights[name]) for name, weight in two.weights.items())
+    assert two.metadata == {"format": "pt", "mxfp4_rule": "even", "mxfp4_version": "1"}
+    assert len([*(tmp_path / "two").glob("*.safetensors")]) > 2
+
+
+def test_notes_are_printed(tmp_path, capsys):
+    source, config = tmp_path / "source", CONFIGS[Family.mixtral]
+    source.mkdir()
+    save_model(source, config, masters(config), {})
+    assert main([str(source), str(tmp_path / "bf16"), "--format", "bf16"]) == 0
+    assert main([str(tmp_path / "bf16"), str(tmp_path / "mxfp4"), "--format", "mxfp4"]) == 0
+    assert "note: 4 parameters are stored as BF16 and published as mxfp4, rounded: [" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys):
+    source, dest, config = tmp_path / "source", tmp_path / "dest", CONFIGS[Family.mixtral]
+    assert main([str(source), str(dest), "--format", "bf16"]) == 2
+    source.mkdir()
+    broken = masters(config)
+    broken["model.layers.1.mlp.experts.down_proj"][0, 0, 0] = torch.nan
+    save_model(source, config, broken, {})
+    assert main([str(source), str(dest), "--format", "mxfp4"]) == 2
+    assert [*tmp_path.iterdir()] == [source]
+    dest.mkdir()
+    assert main([str(source), str(dest), "--format", "bf16"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert "config.json: must be a JSON object" in lines[0]
+    assert "every magnitude must be below" in lines[1]
+    assert lines[2] == f"{dest}: must not exist, got a file or folder; choose another name or remove it"
