@@ -184,11 +184,6 @@ class ModelSize:
         return self.num_active - self.active.get(Part.embedding, 0) + self.total[Part.embedding]
 
     @property
-    def experts_frac(self) -> float:
-        """Share of the parameters that are published in MXFP4."""
-        return self.total.get(Part.experts, 0) / self.num_total
-
-    @property
     def bf16_bytes(self) -> int:
         """Bytes of all parameters at 16 bit."""
         return self.num_total * 2
