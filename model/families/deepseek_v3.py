@@ -26,8 +26,8 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     keys.expect("moe_layer_freq", 1)
     keys.ignore("qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers")
     fields = keys.common(rms_norm_eps=1e-6)
-    rotated = keys.get("qk_rope_head_dim", int, 64)
-    num_dense, expert_size = keys.get("first_k_dense_replace", int, 3), keys.get("moe_intermediate_size", int)
+    rotated = keys.get("qk_rope_head_dim", int)
+    num_dense, expert_size = keys.get("first_k_dense_replace", int), keys.get("moe_intermediate_size", int)
     dense_hidden_size = keys.get("intermediate_size", int)
     rope = keys.rope(theta=1e4, max_positions=fields["max_positions"], latent=True)
     rope.adjacent_pairs = keys.get("rope_interleave", bool, True)
@@ -36,25 +36,25 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
         **fields
         | {
             "num_kv_heads": fields["num_heads"],
-            "head_dim": keys.get("qk_nope_head_dim", int, 128) + rotated,
+            "head_dim": keys.get("qk_nope_head_dim", int) + rotated,
         },
         rope=rope,
         attention_bias=keys.get("attention_bias", bool, False),
         q_lora_rank=keys.get("q_lora_rank", int, 0),
-        kv_lora_rank=keys.get("kv_lora_rank", int, 512),
+        kv_lora_rank=keys.get("kv_lora_rank", int),
         qk_rope_head_dim=rotated,
-        v_head_dim=keys.get("v_head_dim", int, 128),
+        v_head_dim=keys.get("v_head_dim", int),
         expert_hidden_size=expert_size,
         num_experts=keys.get(keys.either("n_routed_experts", "num_local_experts"), int),
-        shared_expert_hidden_size=keys.get("n_shared_experts", int, 0) * expert_size,
+        shared_expert_hidden_size=keys.get("n_shared_experts", int) * expert_size,
         dense_layers=[*range(num_dense)],
         dense_hidden_size=dense_hidden_size if num_dense else 0,
         router_scores=RouterScores.sigmoid,
         router_selection_bias=True,
-        num_expert_groups=keys.get("n_group", int, 1),
-        num_groups_per_tok=keys.get("topk_group", int, 1),
-        normalize_topk=keys.get("norm_topk_prob", bool, True),
-        routed_scaling=keys.get("routed_scaling_factor", float, 1.0),
+        num_expert_groups=keys.get("n_group", int),
+        num_groups_per_tok=keys.get("topk_group", int),
+        normalize_topk=keys.get("norm_topk_prob", bool),
+        routed_scaling=keys.get("routed_scaling_factor", float),
     )
 
 

@@ -37,7 +37,9 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     if len(layer_types) != fields["num_layers"] or set(layer_types) - {_WINDOW, _FULL}:
         keys.problem("layer_types", f"must be {_WINDOW} or {_FULL} for each layer", layer_types, "correct the file")
     windowed = [index for index, kind in enumerate(layer_types) if kind == _WINDOW]
-    window = keys.get("sliding_window", int, 128)
+    window = keys.get("sliding_window", int, 0 if "sliding_window" in values else 128)
+    if not values.get("rope_parameters") and not values.get("rope_scaling"):
+        keys.problem("rope_parameters", "must be given for this family", None, "gpt-oss stretches its context by YaRN")
     rope = keys.rope(theta=150000.0, max_positions=fields["max_positions"])
     return keys.finish(
         **_FIXED,

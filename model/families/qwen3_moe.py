@@ -32,8 +32,8 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     keys.ignore("max_window_layers")
     fields = keys.common(rms_norm_eps=1e-6)
     num_layers = fields["num_layers"]
-    windowed = keys.get("use_sliding_window", bool, False)
-    window = keys.get("sliding_window", int, 4096)
+    window = keys.get("sliding_window", int, 0 if "sliding_window" in values else 4096)
+    windowed = keys.get("use_sliding_window", bool, False) and window > 0
     only_mlp, step = keys.get("mlp_only_layers", list, []), keys.get("decoder_sparse_step", int, 1)
     dense = [index for index in range(num_layers) if index in only_mlp or step < 1 or (index + 1) % step]
     dense_hidden_size = keys.get("intermediate_size", int, 6144)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_model
 from model.config import ConfigError, Family
+from model.hf_files import Folder
 from model.hf_folder import open_hf
 from model.hf_writer import HfFormat, save_hf
 from model.loaded import CheckpointError, Form
@@ -103,6 +104,28 @@ def test_a_url_is_read_like_a_path(folder, weights):
         memory.rm("/published", recursive=True)
     with pytest.raises(CheckpointError, match="nosuch://x: must be a folder or a URL"):
         load_model("nosuch://x")
+
+
+def test_remote_files_are_fetched_one_at_a_time_and_deleted(folder, tmp_path, monkeypatch):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    seen = list[list[str]]()
+    copy = Folder.copy
+
+    def recorded(self, name, target):
+        copy(self, name, target)
+        seen.append([file.name for file in scratch.rglob("*.safetensors")])
+
+    monkeypatch.setattr(Folder, "copy", recorded)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder), "/remote/model", recursive=True)
+    try:
+        load_model("memory://remote/model")
+    finally:
+        memory.rm("/remote", recursive=True)
+    assert seen == [[file.name] for file in sorted(folder.glob("*.safetensors"))]
+    assert not [*scratch.iterdir()]
 
 
 def test_missing_and_extra_tensors_are_listed_before_any_is_read(folder, monkeypatch):

@@ -293,11 +293,37 @@ def test_both_styles_of_rotary_keys_mean_the_same(name):
     assert config_of(new | {"rope_parameters": {**scaling, "rope_theta": old["rope_theta"]}}) == config_of(old)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"type": "linear", "factor": 4}, {"scaling": RopeScaling.linear, "factor": 4.0}),
+        (
+            {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+             "original_max_position_embeddings": 8192},
+            {"scaling": RopeScaling.llama3, "factor": 8.0, "original_positions": 8192},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.25},
+            {"scaling": RopeScaling.yarn, "factor": 2.0, "original_positions": 32768, "attention_factor": 1.25},
+        ),
+        (
+            {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 8192},
+            {"scaling": RopeScaling.yarn, "factor": 4.0, "original_positions": 8192},
+        ),
+    ],
+)  # fmt: skip
+def test_stretched_rotations_are_read_and_written(scaling, expected):
+    config = config_of(MIXTRAL_8X7B | {"rope_scaling": scaling})
+    assert config.rope == RopeConfig(theta=1e6, **expected)
+    assert config_of(write_config(config)) == config
+
+
 def test_windows_follow_each_familys_rule():
     assert config_of(MIXTRAL_8X7B | {"sliding_window": 4096}).window_layers == [*range(32)]
     assert config_of(QWEN3_30B_A3B | {"sliding_window": 4096}).sliding_window == 0
     windowed = config_of(QWEN3_30B_A3B | {"sliding_window": 4096, "use_sliding_window": True})
     assert (windowed.sliding_window, windowed.window_layers) == (4096, [*range(48)])
+    assert config_of(QWEN3_30B_A3B | {"sliding_window": None, "use_sliding_window": True}).window_layers == []
     full = config_of(GPT_OSS_20B | {"layer_types": ["full_attention"] * 24})
     assert (full.sliding_window, full.window_layers) == (0, [])
 
@@ -344,6 +370,16 @@ def test_single_problems(change, problem):
     assert config_of(OLMOE_1B_7B)
     with pytest.raises(ConfigError, match=problem):
         config_of(OLMOE_1B_7B | change)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [(DEEPSEEK_V3, key) for key in ("n_group", "topk_group", "routed_scaling_factor", "n_shared_experts")]
+    + [(GPT_OSS_20B, "rope_scaling"), (MIXTRAL_8X7B, "num_local_experts")],
+)
+def test_keys_whose_absence_would_be_a_guess_are_required(values, key):
+    with pytest.raises(ConfigError, match=key.replace("rope_scaling", "rope_parameters: must be given")):
+        config_of({name: value for name, value in values.items() if name != key})
 
 
 @pytest.mark.parametrize("key", ["scoring_func", "topk_method", "moe_layer_freq"])
