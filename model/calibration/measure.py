@@ -7,7 +7,8 @@
 
 The output projection is never quantized, so hidden states stand for logits, which exist for some rows at a time.
 Invariants: a weight that MXFP4 holds exactly gives 0 in every column, because both sides run the same operations; the
-model is not written to. Memory: the model, one layer's expert tensors again, and a few activations a token.
+model is not written to. Memory: the model, one layer's expert tensors again, and a few activations a token. Time: L
+layers with experts cost about 1.5 L forwards of the calibration tokens, and 4 L products with the output projection.
 
 Shapes: T packed tokens, D model dim, V vocabulary.
 """

@@ -19,7 +19,7 @@ from model.calibration.tokens import CalibrationTokens
 from model.config import ComputeDtype
 from model.mxfp4 import ScaleRule
 
-MIN_WIDTH = 120
+MIN_WIDTH = 132
 """Columns of the tables where the terminal has fewer, or there is none."""
 
 RANDOM_WARNING = (
@@ -90,7 +90,7 @@ class Report:
         total, tokens = self.measurements.total, self.tokens
         parts: list[RenderableType] = [
             f"{self.checkpoint}: MXFP4 (rule {self.rule}) against the stored weights, computed in {self.dtype}, on "
-            f"{len(tokens.sequences)} sequences of {tokens.num_tokens} tokens from {tokens.origin} (seed {self.seed})",
+            f"{len(tokens.sequences)} sequences, {tokens.num_tokens} tokens in all, from {tokens.origin} (seed {self.seed})",
         ]
         if tokens.is_random:
             parts.append(RANDOM_WARNING)
@@ -112,7 +112,7 @@ class Report:
     def _tensor_table(self) -> Table:
         table = Table(title="Tensors, the most damaging first", title_justify="left")
         table.add_column("", justify="right")
-        table.add_column("layer", justify="right")
+        table.add_column("layer", justify="right", no_wrap=True)
         table.add_column("tensor", no_wrap=True)
         for heading in (
             "KL",

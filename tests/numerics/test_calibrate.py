@@ -11,7 +11,9 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
+from model import calibrate
 from model.calibration import divergence as divergence_module
 from model.calibration import measure as measure_module
 from model.calibration.divergence import divergences
@@ -224,6 +226,11 @@ def test_gaussian_weights_have_the_known_noise(rule, decibels, zeroed):
     assert zeroed[0] - 0.005 <= sum(zeros) / len(zeros) <= zeroed[1] + 0.005
 
 
+def row(text, start):
+    """The cells of the first line of a table that starts so."""
+    return next(line for line in text.splitlines() if line.startswith(start)).strip("┃│").replace("┃", "│").split("│")
+
+
 def test_the_program(tmp_path):
     """In a process of its own, on a checkpoint with a hostile tensor."""
     model, name = hostile(make_model(MINI[Family.mixtral]))
@@ -251,4 +258,27 @@ def test_the_program(tmp_path):
         sum(t["divergence"]["kl_mean"] for t in report["tensors"] if t["name"] not in choice["kept"]),
     )
     assert all(kept in done.stdout for kept in choice["kept"])
+    assert [cell.strip() for cell in row(done.stdout, "┃")][:4] == ["", "layer", "tensor", "KL"]
+    assert [cell.strip() for cell in row(done.stdout, "│ 1 │")][:3] == ["1", "1", "down_proj"]
     assert "information" in done.stdout
+
+
+def test_a_checkpoint_of_transformers(tmp_path, capsys):
+    """Read as it is published; the loss of the source is the one that transformers computes."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=40, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64, attn_implementation="eager",
+    )  # fmt: skip
+    transformers.MixtralForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    other = transformers.MixtralForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    ids, out = tmp_path / "ids.jsonl", tmp_path / "report.json"
+    ids.write_text("".join(f"{sequence.tolist()}\n" for sequence in sequences()))
+    assert calibrate.main([str(tmp_path), "--data", str(ids), "--length", "64", "--keep", "1", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    with torch.no_grad():
+        losses = [F.cross_entropy(other(ids[None]).logits[0, :-1], ids[1:], reduction="sum") for ids in sequences()]
+    expected = float(sum(losses)) / sum(length - 1 for length in LENGTHS)
+    assert report["total"]["source_loss"] == pytest.approx(expected, rel=1e-5)
+    assert report["total"]["kl_mean"] > report["choice"]["measured"]["kl_mean"] > 0
+    assert "mixture: " in capsys.readouterr().out
