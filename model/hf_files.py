@@ -53,18 +53,14 @@ class Folder:
 
     def names(self) -> list[str]:
         """The files of the folder, sorted, without subfolders."""
-        try:
+        with self._reading("must be a readable folder"):
             listed = self._filesystem.ls(self._root, detail=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.source}: must be a readable folder, got {error!r}; correct it") from error
-        return sorted(Path(item["name"]).name for item in listed if item["type"] == "file")
+        return sorted(Path(item["name"]).name for item in listed if item["type"] != "directory")
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON object."""
-        try:
+        with self._reading(f"{name}: must be a JSON object"):
             return dict(json.loads(self._filesystem.cat_file(self.path(name))))
-        except (OSError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.source}: {name}: must be a JSON object, got {error!r}; restore it") from error
 
     def companions(self) -> list[str]:
         """The files that travel with the checkpoint."""
@@ -72,10 +68,8 @@ class Folder:
 
     def copy(self, name: str, target: Path) -> None:
         """Copy a file into a local folder."""
-        try:
+        with self._reading(f"{name}: could not be copied"):
             self._filesystem.get_file(self.path(name), str(target / name))
-        except OSError as error:
-            raise CheckpointError(f"{self.source}: {name}: could not be copied, got {error!r}; try again") from error
 
     def weight_files(self) -> list[str]:
         """The safetensors files: those of the index, the single one, or (without either) all there are."""
@@ -94,11 +88,11 @@ class Folder:
     def header(self, file: str) -> tuple[dict[str, Entry], dict[str, str]]:
         """Entries and metadata of a safetensors file: 8 bytes with the length n, then n bytes of JSON."""
         path = self.path(file)
-        try:
-            length = int.from_bytes(self._read(path, 0, 8), "little")
+        with self._reading(f"{file}: must be a whole safetensors file"):
+            length = int.from_bytes(self._bytes(path, 0, 8), "little")
             if not 2 <= length <= _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
-            header = dict(json.loads(self._read(path, 8, 8 + length)))
+            header = dict(json.loads(self._bytes(path, 8, 8 + length)))
             metadata = header.pop("__metadata__", {})
             entries = {
                 name: Entry(dtype=str(about["dtype"]), shape=tuple(about["shape"]), file=file)
@@ -107,10 +101,6 @@ class Folder:
             num_bytes = 8 + length + max((about["data_offsets"][1] for about in header.values()), default=0)
             if self._filesystem.size(path) != num_bytes:
                 raise ValueError(f"{self._filesystem.size(path)} bytes instead of {num_bytes}")
-        except (OSError, TypeError, KeyError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.source}: {file}: must be a whole safetensors file, got {error!r}; fetch it again"
-            ) from error
         return entries, metadata
 
     @contextmanager
@@ -123,5 +113,13 @@ class Folder:
             self.copy(file, Path(scratch))
             yield Path(scratch) / file
 
-    def _read(self, path: str, start: int, end: int) -> bytes:
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Any failure within is one of this folder's: a plugin of fsspec raises whatever its client library does."""
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(f"{self.source}: {what}, got {error!r}; check the name, or fetch it again") from error
+
+    def _bytes(self, path: str, start: int, end: int) -> bytes:
         return cast("bytes", self._filesystem.cat_file(path, start=start, end=end))

@@ -6,6 +6,7 @@ import random
 import shutil
 
 import fsspec
+import fsspec.implementations.memory
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -89,6 +90,15 @@ def test_one_file_and_files_without_an_index(folder, weights):
     assert all(same(load_model(folder).weights[name], weights[name]) for name in weights)
 
 
+def test_a_folder_of_links_is_read_like_the_files(folder, weights, tmp_path):
+    """What a download cache holds."""
+    links = tmp_path / "links"
+    links.mkdir()
+    for file in folder.iterdir():
+        (links / file.name).symlink_to(file)
+    assert all(same(load_model(links).weights[name], weights[name]) for name in weights)
+
+
 def test_a_url_is_read_like_a_path(folder, weights):
     assert all(same(load_model(f"file://{folder}").weights[name], weights[name]) for name in weights)
     memory = fsspec.filesystem("memory")
@@ -104,6 +114,18 @@ def test_a_url_is_read_like_a_path(folder, weights):
         memory.rm("/published", recursive=True)
     with pytest.raises(CheckpointError, match="nosuch://x: must be a folder or a URL"):
         load_model("nosuch://x")
+
+
+def test_what_a_plugin_raises_names_the_source(monkeypatch):
+    class ClientError(Exception):
+        pass
+
+    def fail(*args, **kwargs):
+        raise ClientError("no route to host")
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "cat_file", fail)
+    with pytest.raises(CheckpointError, match=r"memory://x: config\.json: .*, got ClientError\('no route to host'\)"):
+        load_model("memory://x")
 
 
 def test_remote_files_are_fetched_one_at_a_time_and_deleted(folder, tmp_path, monkeypatch):
