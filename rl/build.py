@@ -71,6 +71,8 @@ def run(config: RunConfig, folder: RunFolder) -> RunResult:
         tasks, workers = _prepare(config, progress)
         checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
         start = _find_start(config, checkpoints, tasks)
+        if start.plan.note:
+            progress.say(start.plan.note)
         pool = _start_workers(stack, config, start.plan, workers, progress)
         _try_out(config, tasks, pool)
         if start.state is None and config.warm_start.checkpoint is None:

@@ -37,6 +37,7 @@ from rl.progress import Progress
 from rollout.pool import RolloutPool
 from rollout.renderers.base import Renderer
 from rollout.renderers.registry import make_renderer
+from rollout.renderers.template import compare_with_folder
 from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
 from rollout.types import Task, Trajectory
 
@@ -55,11 +56,15 @@ class WarmStartError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPlan:
-    """Where the start is, or will be, and what the rollout workers need to know of it before it exists."""
+    """Where the start is, or will be, and what the rollout workers need to know of it before it exists.
+
+    `note` is a line for the user.
+    """
 
     folder: Path
     tokenizer_json: str
     model: ModelConfig
+    note: str = ""
 
     @property
     def is_ready(self) -> bool:
@@ -274,8 +279,10 @@ def _given_start(config: RunConfig, folder: Path, tasks: TaskSource) -> StartPla
     """A start from a saved model, whose configuration `rl.start_model` has put into `config.model`."""
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
     model = with_vocabulary(config.model, tokenizer)
-    _check_prompts(config, make_renderer(config.rollout.chat_format, tokenizer), tasks)
-    return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model)
+    renderer = make_renderer(config.rollout.chat_format, tokenizer)
+    _check_prompts(config, renderer, tasks)
+    note = compare_with_folder(renderer, tokenizer, folder)
+    return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model, note=note)
 
 
 def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -92,6 +93,37 @@ class ChatTemplate:
 
 class ChatTemplateError(ValueError):
     """A chat template that cannot be read, or that refuses a conversation."""
+
+
+def find_template(folder: Path) -> ChatTemplate | None:
+    """The chat template of a checkpoint folder (`chat_template.jinja`, or within `tokenizer_config.json`), or `None`.
+
+    Raises:
+        ChatTemplateError: What is there cannot be read.
+    """
+    config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    try:
+        config = dict(json.loads(config_file.read_text())) if config_file.is_file() else {}
+    except (TypeError, ValueError) as error:
+        raise ChatTemplateError(f"{config_file}: must be JSON, got <{_one_line(error)}>; restore the file") from None
+    source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
+    if not isinstance(source, str):
+        return None
+    tokens = {key: value for key, value in config.items() if key.endswith("_token") and value is not None}
+    spelled = {key: value["content"] if isinstance(value, dict) else str(value) for key, value in tokens.items()}
+    return ChatTemplate(source, spelled)
+
+
+def compare_with_folder(renderer: Renderer, tokenizer: Tokenizer, folder: Path) -> str:
+    """One line for the user: whether the chat format writes what the checkpoint's own template does."""
+    try:
+        template = find_template(folder)
+        difference = None if template is None else check_against_template(renderer, template, tokenizer)
+    except ChatTemplateError as error:
+        return f"chat format {renderer.name.value}: not compared with the checkpoint's template: {error}"
+    if template is None:
+        return f"chat format {renderer.name.value}: the checkpoint has no chat template to compare it with"
+    return difference or f"chat format {renderer.name.value}: writes what the checkpoint's chat template does"
 
 
 def check_against_template(renderer: Renderer, template: ChatTemplate, tokenizer: Tokenizer) -> str | None:

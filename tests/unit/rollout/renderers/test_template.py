@@ -1,8 +1,16 @@
+import json
+
 import pytest
 
 from rollout.config import ChatFormat
 from rollout.renderers.base import STATED_DATE
-from rollout.renderers.template import ChatTemplate, ChatTemplateError, check_against_template, first_difference
+from rollout.renderers.template import (
+    ChatTemplate,
+    ChatTemplateError,
+    check_against_template,
+    compare_with_folder,
+    first_difference,
+)
 from tests.unit.rollout.renderers.vocabulary import renderer_for, tokenizer_for
 
 TURNS = (
@@ -88,3 +96,22 @@ def test_a_template_that_does_not_run_is_refused_in_one_line(source, problem):
         ChatTemplate(source, {}).render([])
     assert str(caught.value).startswith(problem)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folders_template_is_found_in_either_place_and_compared(tmp_path):
+    tokenizer = tokenizer_for(ChatFormat.native)
+    renderer = renderer_for(ChatFormat.native)
+
+    def told():
+        return compare_with_folder(renderer, tokenizer, tmp_path)
+
+    assert told() == "chat format native: the checkpoint has no chat template to compare it with"
+    config = {"chat_template": native("{{ '<assistant>' }}"), "bos_token": {"content": "<bos>"}, "eos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert told() == "chat format native: writes what the checkpoint's chat template does"
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}!")  # the file of its own goes before
+    assert told().startswith("chat format native: differs from the template at character 5")
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    assert told().startswith("chat format native: not compared with the checkpoint's template: chat template: must be")
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    assert "tokenizer_config.json: must be JSON" in told()
