@@ -1,6 +1,6 @@
 """Model weights on disk: `model.safetensors` and `config.json` in a folder; the way in for every checkpoint.
 
-`load_model` also reads the folders and URLs of published checkpoints (`model/hf_folder.py`), told apart by config.json:
+`load_model` also reads the folders and URLs of published checkpoints (`model/hf/reader.py`), told apart by config.json:
 ours names the family as `family`.
 
 Our own files have two forms, told apart by the file's own metadata. `master`: fp32 tensors under the parameters' names,
@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model.config import ConfigError, ModelConfig
-from model.hf_files import CONFIG_FILE, WEIGHTS_FILE, Folder
-from model.hf_folder import open_hf
+from model.hf.files import CONFIG_FILE, WEIGHTS_FILE, Folder
+from model.hf.reader import open_hf
 from model.loaded import CheckpointError, Form, LoadedModel
 from model.snapshot import (
     PLAIN_DTYPES,

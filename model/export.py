@@ -17,9 +17,9 @@ from pathlib import Path
 
 from model.checkpoint import is_native, load_model, save_model
 from model.config import ConfigError
-from model.hf_files import Folder
-from model.hf_folder import open_hf
-from model.hf_writer import MAX_SHARD_BYTES, HfFormat, save_hf
+from model.hf.files import Folder
+from model.hf.reader import open_hf
+from model.hf.writer import MAX_SHARD_BYTES, HfFormat, save_hf
 from model.loaded import CheckpointError
 from model.mxfp4 import MXFP4Error
 from model.snapshot import SnapshotError

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from model.config import ConfigError, Family, ModelConfig
 from model.families.keys import Keys
-from model.hf_files import CONFIG_FILE, Folder
+from model.hf.files import CONFIG_FILE, Folder
 from model.transformer import EMBEDDING, LM_HEAD, parameter_shapes
 
 _MODEL_TYPES = ("llama", "mistral")

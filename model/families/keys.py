@@ -18,7 +18,7 @@ HARMLESS = frozenset(
     {
         # identity and bookkeeping
         *("model_type", "architectures", "transformers_version", "_name_or_path", "auto_map", "dtype", "torch_dtype"),
-        # how the weights are stored: `model/encodings.py` reads it
+        # how the weights are stored: `model/hf/encodings.py` reads it
         *("quantization_config", "expert_dtype"),
         # initialisation, regularisation and losses of training
         *("initializer_range", "attention_dropout", "output_router_logits", "router_aux_loss_coef"),

@@ -32,7 +32,7 @@ import torch
 
 from model.checkpoint import load_model, save_model
 from model.config import Family, ModelConfig, QkNorm
-from model.hf_writer import HfFormat, save_hf
+from model.hf.writer import HfFormat, save_hf
 from model.loaded import LoadedModel, Weight
 from model.size import ModelSize, Part
 from model.snapshot import PackedTensor, digest

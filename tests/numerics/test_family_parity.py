@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from model.config import ComputeDtype, Family
-from model.hf_folder import open_hf
-from model.hf_writer import HfFormat, save_hf
+from model.hf.reader import open_hf
+from model.hf.writer import HfFormat, save_hf
 from model.packed_attention import PackedAttention
 from model.transformer import Transformer
 from rollout.engine.kv_cache import KvCache

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_model
 from model.config import Family
-from model.hf_writer import HfFormat, save_hf
+from model.hf.writer import HfFormat, save_hf
 from model.loaded import CheckpointError
 from model.snapshot import Format, PackedTensor, tensor_format, view
 from model.transformer import parameter_shapes

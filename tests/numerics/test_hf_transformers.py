@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from model.checkpoint import load_model
 from model.config import Family
 from model.export import main
-from model.hf_folder import open_hf
-from model.hf_writer import HfFormat, save_hf
+from model.hf.reader import open_hf
+from model.hf.writer import HfFormat, save_hf
 from model.snapshot import PackedTensor, view
 from tests.numerics.transformers_models import mini, write
 

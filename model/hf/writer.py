@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import save_file
 
 from model.config import Family, ModelConfig
-from model.encodings import COMPRESSED_TENSORS, GPT_OSS, PLAIN, Encoding, Kind
 from model.families.base import Piece
 from model.families.registry import FAMILIES, write_config
-from model.hf_files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder
+from model.hf.encodings import COMPRESSED_TENSORS, GPT_OSS, PLAIN, Encoding, Kind
+from model.hf.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder
 from model.loaded import CheckpointError, Weight, packed_of
 from model.snapshot import PLAIN_DTYPES, SNAPSHOT_METADATA, Format, PackedTensor, tensor_format, view
 from model.transformer import parameter_shapes

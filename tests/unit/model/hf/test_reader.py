@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_model
 from model.config import ConfigError, Family
-from model.hf_files import Folder
-from model.hf_folder import open_hf
-from model.hf_writer import HfFormat, save_hf
+from model.hf.files import Folder
+from model.hf.reader import open_hf
+from model.hf.writer import HfFormat, save_hf
 from model.loaded import CheckpointError, Form
 from model.snapshot import Format, PackedTensor, view
 from model.transformer import EMBEDDING, LM_HEAD
@@ -155,7 +155,7 @@ def test_missing_and_extra_tensors_are_listed_before_any_is_read(folder, monkeyp
         entries["model.layers.0.rotary"] = entries.pop(f"{ONE_EXPERT}_scale")
 
     rewrite(folder, change)
-    monkeypatch.setattr("model.hf_folder.safe_open", None)
+    monkeypatch.setattr("model.hf.reader.safe_open", None)
     with pytest.raises(CheckpointError) as error:
         load_model(folder)
     assert str(error.value) == (

@@ -8,7 +8,7 @@
 error or a note; weights that are in the published format arrive byte for byte (`PackedTensor`), others in their stored
 dtype (FP8 as fp32); memory is at most the weights plus one file.
 
-Shapes: stored tensors are [..., out, in], as in `model/encodings.py`.
+Shapes: stored tensors are [..., out, in], as in `model/hf/encodings.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model.config import ConfigError, ModelConfig
-from model.encodings import Entry, Kind, check_quantization, decode_fp8, mxfp4_bytes
 from model.families.registry import read_config
-from model.hf_files import CONFIG_FILE, Folder
-from model.hf_plan import Parameter, Source, make_plan, read_headers
+from model.hf.encodings import Entry, Kind, check_quantization, decode_fp8, mxfp4_bytes
+from model.hf.files import CONFIG_FILE, Folder
+from model.hf.plan import Parameter, Source, make_plan, read_headers
 from model.loaded import CheckpointError, Form, LoadedModel, Weight
 from model.mxfp4 import BLOCK, BLOCK_BYTES, dequantize
 from model.snapshot import PLAIN_DTYPES, Format, PackedTensor, plain_bytes, tensor_format

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import fsspec
 
-from model.encodings import Entry
+from model.hf.encodings import Entry
 from model.loaded import CheckpointError
 
 CONFIG_FILE = "config.json"

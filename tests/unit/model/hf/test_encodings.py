@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.encodings import Entry, Kind, check_quantization, decode_fp8, detect, expected_shapes, mxfp4_bytes
+from model.hf.encodings import Entry, Kind, check_quantization, decode_fp8, detect, expected_shapes, mxfp4_bytes
 from model.loaded import CheckpointError
 from model.mxfp4 import dequantize
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from model.checkpoint import load_model
 from model.config import ConfigError, Family
-from model.hf_files import Folder
-from model.hf_writer import HfFormat, save_hf
+from model.hf.files import Folder
+from model.hf.writer import HfFormat, save_hf
 from model.loaded import CheckpointError
 from model.mxfp4 import dequantize
 from model.snapshot import plain_bytes, view

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from model.config import ModelConfig
-from model.encodings import Encoding, Entry, Kind, detect, expected_shapes
 from model.families.base import FamilyFormat, Layout, Piece
-from model.hf_files import Folder
+from model.hf.encodings import Encoding, Entry, Kind, detect, expected_shapes
+from model.hf.files import Folder
 from model.loaded import CheckpointError
 from model.snapshot import Format, tensor_format
 from model.transformer import EMBEDDING, LM_HEAD, parameter_shapes

@@ -1,0 +1,1 @@
+"""Published checkpoints on disk: how tensors are encoded, which files hold them, reading and writing folders."""
