@@ -37,8 +37,8 @@ from model.calibration.tokens import (
 )
 from model.checkpoint import is_native, load_model
 from model.config import ComputeDtype, ConfigError, ModelConfig
-from model.hf_files import Folder
-from model.hf_folder import open_hf
+from model.hf.files import Folder
+from model.hf.reader import open_hf
 from model.loaded import CheckpointError, Weight, master_of
 from model.mxfp4 import MXFP4Error, ScaleRule
 from model.transformer import Transformer

@@ -90,7 +90,8 @@ class Report:
         total, tokens = self.measurements.total, self.tokens
         parts: list[RenderableType] = [
             f"{self.checkpoint}: MXFP4 (rule {self.rule}) against the stored weights, computed in {self.dtype}, on "
-            f"{len(tokens.sequences)} sequences, {tokens.num_tokens} tokens in all, from {tokens.origin} (seed {self.seed})",
+            f"{len(tokens.sequences)} sequences, {tokens.num_tokens} tokens in all, from {tokens.origin} "
+            f"(seed {self.seed})",
         ]
         if tokens.is_random:
             parts.append(RANDOM_WARNING)

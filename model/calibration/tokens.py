@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from tokenizers import Tokenizer
 
-from model.hf_files import Folder
+from model.hf.files import Folder
 
 TOKENIZER_FILE = "tokenizer.json"
 
