@@ -10,10 +10,13 @@ DEST appears complete or not at all. Exit codes: 0 done, 2 a mistake (one line o
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from model.checkpoint import is_native, load_model, save_model
 from model.config import ConfigError
@@ -50,17 +53,25 @@ def export(source: str, dest: Path, format: str, max_shard_bytes: int = MAX_SHAR
     """Convert `source` into the new folder `dest`, and return notes on how it was read.
 
     Raises:
-        CheckpointError: `dest` exists, or the source cannot be read.
+        CheckpointError: `dest` exists or cannot be written, or the source cannot be read.
         ConfigError: The source's configuration is not supported, or its family cannot hold it.
     """
-    if dest.exists():
+    if os.path.lexists(dest):
         raise CheckpointError(f"{dest}: must not exist, got a file or folder; choose another name or remove it")
-    partial = dest.with_name(f"{dest.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    if max_shard_bytes < 1:
+        raise CheckpointError(
+            f"--max-shard-bytes: must be positive, got {max_shard_bytes}; leave it out for the default"
+        )
+    partial = dest.with_name(f".{dest.name}.partial")
+    if Path(Folder(source).path("")).resolve().is_relative_to(partial.resolve()):
+        raise CheckpointError(f"{source}: must not be where {dest} is prepared, got {partial}; choose another name")
+    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
     try:
+        partial.mkdir(parents=True)
         notes = _write(source, partial, format, max_shard_bytes)
         partial.rename(dest)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{dest}: could not be written, got {error}; give a folder with room for it") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return notes

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from model.checkpoint import load_model, save_model
 from model.config import Family
@@ -31,7 +32,7 @@ def test_masters_become_a_published_checkpoint_and_masters_again(tmp_path, famil
     for folder in ("mxfp4", "native", "bf16"):
         assert (tmp_path / folder / "tokenizer.json").read_text() == "{}"
     assert capsys.readouterr().out.splitlines()[0] == f"mxfp4 checkpoint in {tmp_path / 'mxfp4'}"
-    assert not [*tmp_path.glob("*.partial")]
+    assert not [*tmp_path.glob(".*.partial")]
 
 
 def test_foreign_bytes_and_their_description_pass_through(tmp_path):
@@ -72,3 +73,51 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys):
     assert "config.json: must be a JSON object" in lines[0]
     assert "every magnitude must be below" in lines[1]
     assert lines[2] == f"{dest}: must not exist, got a file or folder; choose another name or remove it"
+
+
+def test_nothing_that_exists_is_removed_but_the_rest_of_a_killed_conversion(tmp_path, capsys):
+    config = CONFIGS[Family.mixtral]
+    for name in ("out.partial", ".out.partial"):
+        (tmp_path / name).mkdir()
+        save_model(tmp_path / name, config, masters(config), {})
+    dest = tmp_path / "out"
+    for source in (tmp_path / ".out.partial", f"file://{tmp_path}/.out.partial"):
+        assert main([str(source), str(dest), "--format", "bf16"]) == 2
+        assert load_model(tmp_path / ".out.partial").config == config
+    dest.symlink_to(tmp_path / "nowhere")
+    assert main([str(tmp_path / "out.partial"), str(dest), "--format", "bf16"]) == 2
+    dest.unlink()
+    assert main([str(tmp_path / "out.partial"), str(dest), "--format", "bf16"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
+    lines = capsys.readouterr().err.splitlines()
+    assert ["must not be where" in line for line in lines] == [True, True, False]
+
+
+def test_a_destination_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    source, blocked, config = tmp_path / "source", tmp_path / "file", CONFIGS[Family.mixtral]
+    source.mkdir()
+    blocked.touch()
+    save_model(source, config, masters(config), {})
+    dest = blocked / "out"
+    assert main([str(source), str(dest), "--format", "bf16"]) == 2
+    assert main([str(source), str(tmp_path / "out"), "--format", "bf16", "--max-shard-bytes", "0"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{dest}: could not be written, got [Errno 20]")
+    assert second == "--max-shard-bytes: must be positive, got 0; leave it out for the default"
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    source, config = tmp_path / "source", CONFIGS[Family.mixtral]
+    source.mkdir()
+    save_model(source, config, masters(config), {})
+
+    def full(*_, **__):
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr("model.hf.writer.save_file", full)
+    assert main([str(source), str(tmp_path / "out"), "--format", "bf16"]) == 2
+    assert capsys.readouterr().err == (
+        f"{tmp_path / 'out'}: could not be written, got No space left on device (os error 28); "
+        "give a folder with room for it\n"
+    )
+    assert [*tmp_path.iterdir()] == [source]
