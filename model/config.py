@@ -264,7 +264,7 @@ class ModelConfig:
             if not (0.0 < (value := getattr(self, name)) < math.inf):
                 yield f"model.{name}: must be positive, got {value}; see ModelConfig for the usual value"
         for name in ("window_layers", "dense_layers"):
-            outside = [index for index in getattr(self, name) if not 0 <= index < self.num_layers]
+            outside = [index for index in getattr(self, name) if index not in range(self.num_layers)]
             if outside:
                 yield (
                     f"model.{name}: must be indices below num_layers={self.num_layers}, got {outside[0]}; "
@@ -329,9 +329,11 @@ class ModelConfig:
             )
 
 
-def _from_dict(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
+def _from_dict(cls: type[Any], found: object, where: str) -> Any:
     """A dataclass of plain values, enumerations and dataclasses from its `asdict`."""
-    kinds = get_type_hints(cls)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{where}: must be a mapping, got {found}; restore the file")
+    values, kinds = cast("Mapping[str, object]", found), get_type_hints(cls)
     missing, extra = sorted(kinds.keys() - values.keys()), sorted(values.keys() - kinds.keys())
     if missing or extra:
         raise ConfigError(
@@ -341,11 +343,24 @@ def _from_dict(cls: type[Any], values: Mapping[str, Any], where: str) -> Any:
     return cls(**{name: _value(kinds[name], value, f"{where}.{name}") for name, value in values.items()})
 
 
-def _value(kind: Any, value: Any, where: str) -> Any:
+_PLAIN_TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
+    bool: ("true or false", (bool,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (float, int)),
+    float | None: ("a number or null", (float, int, type(None))),
+    list[int]: ("a list", (list,)),
+}
+"""For each declared type its name and the types of JSON's values; a bool is no number here."""
+
+
+def _value(kind: Any, value: object, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
-        return _from_dict(kind, value, where)  # pyright: ignore[reportArgumentType]
+        return _from_dict(cast("type[Any]", kind), value, where)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         if value not in tuple(kind):
             raise ConfigError(f"{where}: must be one of {[*map(str, kind)]}, got {value}; correct the file")
-        return kind(value)
+        return kind(cast("str", value))
+    name, types = _PLAIN_TYPES[kind]
+    if type(value) not in types:
+        raise ConfigError(f"{where}: must be {name}, got {value!r}; correct the file")
     return cast("list[Any]", value)[:] if isinstance(value, list) else value

@@ -24,7 +24,9 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     keys.expect("scoring_func", "sigmoid")
     keys.expect("topk_method", "noaux_tc")
     keys.expect("moe_layer_freq", 1)
-    keys.ignore("qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers")
+    keys.ignore("qk_head_dim")
+    for further in ("num_nextn_predict_layers", "num_mtp_layers"):
+        keys.get(further, int, 0)  # `skipped` reads it
     fields = keys.common(rms_norm_eps=1e-6)
     rotated = keys.get("qk_rope_head_dim", int)
     num_dense, expert_size = keys.get("first_k_dense_replace", int), keys.get("moe_intermediate_size", int)

@@ -34,7 +34,7 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
     keys.ignore("experts_per_token", "initial_context_length")  # repeat num_experts_per_tok and the rotary keys
     fields = keys.common(rms_norm_eps=1e-5)
     layer_types = keys.get("layer_types", list, _layer_types(fields["num_layers"]))
-    if len(layer_types) != fields["num_layers"] or set(layer_types) - {_WINDOW, _FULL}:
+    if len(layer_types) != fields["num_layers"] or any(kind not in (_WINDOW, _FULL) for kind in layer_types):
         keys.problem("layer_types", f"must be {_WINDOW} or {_FULL} for each layer", layer_types, "correct the file")
     windowed = [index for index, kind in enumerate(layer_types) if kind == _WINDOW]
     window = keys.get("sliding_window", int, 0 if "sliding_window" in values else 128)

@@ -101,7 +101,7 @@ class Keys:
         base = values.pop("rope_theta", self._values.get("rope_theta") or theta)
         old_name, name = values.pop("type", None), values.pop("rope_type", None)
         kind = name or old_name or "default"
-        scaling = _ROPE_NAMES.get(kind)
+        scaling = _ROPE_NAMES.get(kind) if isinstance(kind, str) else None
         if scaling is None:
             self.problem(f"{where}.rope_type", f"only {sorted(_ROPE_NAMES)} are supported", kind, "see model/rope.py")
             return RopeConfig()
@@ -110,9 +110,14 @@ class Keys:
         fields = {_ROPE_FILE_NAMES.get(field, field): field for field in _rope_fields(scaling, latent)}
         for key in sorted(values.keys() - fields.keys()):
             self.problem(f"{where}.{key}", f"has no meaning for {kind} rotation", values.pop(key), "remove it")
+        wrong = {key: value for key, value in {"rope_theta": base, **values}.items() if not _fits_rope(key, value)}
+        for key, value in wrong.items():
+            self.problem(f"{where}.{key}", f"must be {_rope_kind(key)}", value, "correct the file")
+        if wrong:
+            return RopeConfig()
         if "original_max_position_embeddings" in fields:
             values.setdefault("original_max_position_embeddings", max_positions)
-            values.setdefault("factor", max_positions / values["original_max_position_embeddings"])
+            values.setdefault("factor", max_positions / max(1, values["original_max_position_embeddings"]))
         if scaling is not RopeScaling.none and "factor" not in values:
             self.problem(f"{where}.factor", f"{kind} rotation needs it", None, "give the stretch of the context")
         stretch: dict[str, Any] = {
@@ -198,6 +203,15 @@ def check_held(config: ModelConfig, read_back: ModelConfig) -> None:
     ]
     if lost:
         raise ConfigError("\n".join(lost))
+
+
+def _rope_kind(key: str) -> str:
+    return "true or false" if key == "truncate" else "a number"
+
+
+def _fits_rope(key: str, value: Any) -> bool:
+    """Whether a rotary key's value is of its type; JSON's true is no number, and "1e4" none either."""
+    return type(value) in ((bool,) if key == "truncate" else (int, float))
 
 
 def _rope_fields(scaling: RopeScaling, latent: bool) -> frozenset[str]:

@@ -137,13 +137,15 @@ def decode_fp8(weight: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int]
     return values
 
 
-def check_quantization(values: Mapping[str, Any] | None) -> tuple[int, int]:
+def check_quantization(values: Any) -> tuple[int, int]:
     """The FP8 tile of a `quantization_config`, after checking that its method is one that can be read.
 
     Raises:
-        CheckpointError: Another method or format.
+        CheckpointError: Another method or format, or values of another type.
     """
-    values = values or {}
+    values = {} if values is None else values
+    if not isinstance(values, Mapping):
+        raise CheckpointError(f"config.json: quantization_config: must be a mapping, got {values}; correct the file")
     method, format = values.get("quant_method"), values.get("format")
     if method not in (None, "mxfp4", "fp8", "compressed-tensors"):
         raise CheckpointError(
@@ -155,5 +157,10 @@ def check_quantization(values: Mapping[str, Any] | None) -> tuple[int, int]:
             f"config.json: quantization_config.format: must be mxfp4-pack-quantized, got {format}; "
             "start from the unquantized checkpoint"
         )
-    rows, columns = values.get("weight_block_size") or FP8_TILE
-    return int(rows), int(columns)
+    tile = values.get("weight_block_size") or [*FP8_TILE]
+    if not isinstance(tile, list) or [*map(type, tile)] != [int, int] or min(tile) < 1:
+        raise CheckpointError(
+            f"config.json: quantization_config.weight_block_size: must be two positive numbers, got {tile}; "
+            "correct the file"
+        )
+    return tile[0], tile[1]

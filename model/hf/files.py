@@ -75,7 +75,9 @@ class Folder:
         """The safetensors files: those of the index, the single one, or (without either) all there are."""
         names = self.names()
         if INDEX_FILE in names:
-            files = sorted(set(self.read_json(INDEX_FILE).get("weight_map", {}).values()))
+            index = self.read_json(INDEX_FILE)
+            with self._reading(f"{INDEX_FILE}: must have a weight_map of file names"):
+                files = sorted({os.fspath(file) for file in dict(index["weight_map"]).values()})
         else:
             files = [WEIGHTS_FILE] if WEIGHTS_FILE in names else [n for n in names if n.endswith(".safetensors")]
         absent = [name for name in files if name not in names]

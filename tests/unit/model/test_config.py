@@ -101,6 +101,30 @@ def test_plain_values_give_the_configuration_back():
         ModelConfig.from_dict({**values, "rope": {**values["rope"], "scaling": "ntk"}})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": "4"}, "model.num_layers: must be a whole number, got '4'; correct the file"),
+        ({"num_layers": True}, "model.num_layers: must be a whole number, got True; correct the file"),
+        ({"attention_bias": 0}, "model.attention_bias: must be true or false, got 0; correct the file"),
+        ({"rms_norm_eps": None}, "model.rms_norm_eps: must be a number, got None; correct the file"),
+        ({"dense_layers": 0}, "model.dense_layers: must be a list, got 0; correct the file"),
+        ({"rope": 10000}, "model.rope: must be a mapping, got 10000; restore the file"),
+    ],
+)
+def test_values_of_another_type_are_refused(change, message):
+    values = ModelConfig(rms_norm_eps=1).to_dict()
+    assert ModelConfig.from_dict(values)  # a whole number is a number too
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_dict(values | change)
+    assert str(error.value) == message
+
+
+def test_layers_are_named_by_whole_numbers():
+    with pytest.raises(ConfigError, match=r"dense_layers: must be indices below num_layers=4, got \[1\]"):
+        ModelConfig(dense_layers=[[1]], dense_hidden_size=32).validate()  # what a command line can give
+
+
 def test_latent_attention_names_what_it_lacks():
     latent = ModelConfig(family=Family.deepseek_v3, kv_lora_rank=32, num_kv_heads=4, head_dim=48)
     with pytest.raises(ConfigError) as error:

@@ -364,6 +364,14 @@ def test_every_unsupported_key_is_named_at_once():
         ({"num_experts_per_tok": None}, "num_experts_per_tok: must be of type int, got None"),
         ({"attention_bias": 1}, "attention_bias: must be of type bool, got 1"),
         ({"hidden_size": 2040}, "model.hidden_size: must be a multiple of 32"),
+        ({"rope_theta": "1e4"}, r"rope_scaling\.rope_theta: must be a number, got 1e4"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"rope_scaling\.rope_type: only .* are supported, got \['yarn'\]"),
+        ({"rope_scaling": {"type": "yarn", "factor": [2.0]}}, r"rope_scaling\.factor: must be a number, got \[2\.0\]"),
+        ({"rope_scaling": {"type": "yarn", "truncate": "no"}}, "truncate: must be true or false, got no"),
+        (
+            {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 0}},
+            "original_positions: yarn needs the context length before stretching, got 0",
+        ),
     ],
 )
 def test_single_problems(change, problem):
@@ -386,6 +394,19 @@ def test_keys_whose_absence_would_be_a_guess_are_required(values, key):
 def test_other_routing_than_deepseek_v3s_is_refused(key):
     with pytest.raises(ConfigError, match=f"{key}: only .* is supported, got other"):
         config_of(DEEPSEEK_V3 | {key: "other"})
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "problem"),
+    [
+        (GPT_OSS_20B, {"layer_types": [[1]] * 24}, "layer_types: must be sliding_attention or full_attention"),
+        (DEEPSEEK_V3, {"num_nextn_predict_layers": "1"}, "num_nextn_predict_layers: must be of type int, got 1"),
+    ],
+)
+def test_values_of_another_type_are_refused(values, change, problem):
+    assert config_of(values)
+    with pytest.raises(ConfigError, match=problem):
+        config_of(values | change)
 
 
 def test_an_unknown_family_is_refused():

@@ -89,3 +89,8 @@ def test_quantization_config():
     assert check_quantization({"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}) == (128, 128)
     with pytest.raises(CheckpointError, match="must be mxfp4, fp8 or compressed-tensors, got awq"):
         check_quantization({"quant_method": "awq"})
+    for tile in ([128], [0, 128], "128", [1.0, 2.0]):
+        with pytest.raises(CheckpointError, match="weight_block_size: must be two positive numbers, got"):
+            check_quantization({"quant_method": "fp8", "weight_block_size": tile})
+    with pytest.raises(CheckpointError, match="quantization_config: must be a mapping, got mxfp4"):
+        check_quantization("mxfp4")

@@ -202,6 +202,13 @@ def test_damaged_files_are_named(folder):
         open_hf(folder)
 
 
+@pytest.mark.parametrize("index", [{}, {"weight_map": None}, {"weight_map": ["a"]}, {"weight_map": {"a": 3}}])
+def test_a_damaged_index_is_named(folder, index):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: must have a weight_map of file names, got"):
+        open_hf(folder)
+
+
 def test_a_tensor_stored_twice_is_refused(folder):
     (folder / "model.safetensors.index.json").unlink()
     shutil.copy(min(folder.glob("*.safetensors")), folder / "model-again.safetensors")
