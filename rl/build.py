@@ -17,6 +17,7 @@ from envs.base import TaskSource
 from envs.extension import load_target
 from envs.registry import build_tasks
 from envs.sandbox.probe import probe
+from model.hf.files import Folder
 from rewards.base import Reward, score
 from rewards.registry import build_reward
 from rl.algorithms.base import Algorithm
@@ -116,6 +117,12 @@ def _find_start(config: RunConfig, checkpoints: Checkpoints, tasks: TaskSource) 
     tokenizer = load_tokenizer(folder / TOKENIZER_FILE)
     model = with_vocabulary(config.model, tokenizer)
     return _Start(plan=StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model), state=state)
+
+
+def _companions(plan: StartPlan) -> dict[str, bytes]:
+    """The files that travel with the model, read now: a checkpoint that a run resumes from is pruned later."""
+    files = {name: (plan.folder / name).read_bytes() for name in Folder(plan.folder).companions()}
+    return files | {TOKENIZER_FILE: plan.tokenizer_json.encode()}
 
 
 def _start_workers(
@@ -225,7 +232,7 @@ def _rounds(
         evaluator=evaluator,
         checkpoints=checkpoints,
         recorder=recorder,
-        tokenizer_json=start.plan.tokenizer_json,
+        companions=_companions(start.plan),
         wandb_id=wandb_id,
         on_round=folder.record_round,
         should_stop=stop,

@@ -13,7 +13,7 @@ Every stage is a function of the round's number and of what came before it, so a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +28,15 @@ from rl.learner.group import LearnerGroup
 from rl.publish import Publisher
 from rl.recorder import Recorder, RoundFacts
 from rl.rollouts import Rollouts
-from rollout.tokenizer import TOKENIZER_FILE
 from rollout.types import WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of a run, put together by `rl.build`."""
+    """The parts of a run, put together by `rl.build`.
+
+    `companions` are the files that travel with its model: tokenizer, chat template, defaults of generation.
+    """
 
     config: RunConfig
     rollouts: Rollouts
@@ -45,7 +47,7 @@ class Parts:
     evaluator: Evaluator
     checkpoints: Checkpoints
     recorder: Recorder
-    tokenizer_json: str
+    companions: Mapping[str, bytes]
     wandb_id: str
     on_round: Callable[[int], None]
     should_stop: Callable[[], bool]
@@ -55,7 +57,8 @@ class Parts:
 
         def write(folder: Path) -> None:
             self.learners.save(folder.resolve())
-            (folder / TOKENIZER_FILE).write_text(self.tokenizer_json)
+            for name, content in self.companions.items():
+                (folder / name).write_bytes(content)
 
         state = RunState(
             next_round=number + 1,

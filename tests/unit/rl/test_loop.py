@@ -146,7 +146,7 @@ def parts(stages: Stages, settings: RunConfig) -> Parts:
     one: Any = stages
     return Parts(
         config=settings, rollouts=one, reward=reward, algorithm=Grpo(clip_low=0.2, clip_high=0.28, normalize=False),
-        learners=one, publisher=one, evaluator=one, checkpoints=one, recorder=one, tokenizer_json="{}", wandb_id="id",
+        learners=one, publisher=one, evaluator=one, checkpoints=one, recorder=one, companions={}, wandb_id="id",
         on_round=lambda number: stages.calls.append(f"done {number}"), should_stop=stages.should_stop,
     )  # fmt: skip
 
@@ -194,7 +194,7 @@ def test_a_closed_gate_ends_the_run_before_the_update(hand: Any):
     assert sum(call.startswith("lr") for call in stages.calls) == 1
 
 
-def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(hand: Any, tmp_path: Path):
+def test_a_checkpoint_is_a_model_folder_with_its_tokenizer_and_template(hand: Any, tmp_path: Path):
     class Learners:
         def save(self, folder: Path) -> None:
             assert folder.is_absolute()  # it is written by another process, with its own working directory
@@ -204,9 +204,10 @@ def test_a_checkpoint_is_a_model_folder_with_its_tokenizer(hand: Any, tmp_path: 
     built = parts(stages, config())
     learners: Any = Learners()
     checkpoints = Checkpoints(tmp_path, keep=1)
-    dataclasses.replace(built, learners=learners, checkpoints=checkpoints).save(5)
+    companions = {"tokenizer.json": b"{}", "chat_template.jinja": "ü".encode()}
+    dataclasses.replace(built, learners=learners, checkpoints=checkpoints, companions=companions).save(5)
     latest = checkpoints.latest()
     assert latest is not None
     assert latest[1] == RunState(next_round=6, data_cursor=120, weight_version=0, seed=0, wandb_id="id")
-    assert (latest[0] / "tokenizer.json").read_text() == "{}"
+    assert {name: (latest[0] / name).read_bytes() for name in companions} == companions
     assert (latest[0] / "model.safetensors").read_text() == "weights"
