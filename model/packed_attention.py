@@ -157,7 +157,8 @@ def _causal(
     if sinks_H is not None:
         q_SHLd, k_SGLd = F.pad(q_SHLd, (0, 1, 1, 0)), F.pad(k_SGLd, (0, 1, 1, 0))
         v_SGLe = F.pad(v_SGLe, (0, 0, 1, 0))
-        q_SHLd[..., -1] = (sinks_H / scale).to(q_SHLd.dtype).view(-1, 1)
+        lowest = torch.finfo(q_SHLd.dtype).min  # of a sink of -inf, which 0 would turn into NaN
+        q_SHLd[..., -1] = (sinks_H / scale).to(q_SHLd.dtype).clamp(min=lowest).view(-1, 1)
         k_SGLd[:, :, 0, -1] = 1.0
     if v_SGLe.shape[-1] < k_SGLd.shape[-1]:
         v_SGLe = F.pad(v_SGLe, (0, k_SGLd.shape[-1] - v_SGLe.shape[-1]))

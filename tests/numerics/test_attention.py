@@ -115,6 +115,16 @@ def test_windows_and_sinks_equal_the_loop(lengths, window, with_sinks):
         assert (grad - expected_grad).abs().max() < ATTENTION_BACKWARD * scale
 
 
+@pytest.mark.parametrize("window", [0, 2])
+def test_a_sink_of_minus_infinity_is_none(window):
+    qkv = make_qkv(5, 2, 1, 8)
+    sinks = torch.full((2,), -torch.inf)
+    with_sinks = PackedAttention([0, 5])(0, *qkv, window=window, sinks_H=sinks)
+    assert relative_error(with_sinks, ReferenceAttention([0, 5])(0, *qkv, window=window)) < ATTENTION
+    grads = torch.autograd.grad(with_sinks.sum(), qkv)
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 def test_a_sink_takes_its_share_and_gives_nothing():
     """One head of one value: weights of two keys with scores 0 and a sink of log 2 are 1/4, 1/4 and 1/2."""
     q, k, v = torch.zeros(2, 1, 1), torch.ones(2, 1, 1), torch.tensor([4.0, 8.0]).view(2, 1, 1)
