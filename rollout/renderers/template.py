@@ -85,7 +85,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, tools=list(tools) or None, add_generation_prompt=True, **self._variables
             )
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 (a template is a program, and may fail in any way)
             raise ChatTemplateError(
                 f"chat template: must render, got <{_one_line(error)}>; see the checkpoint"
             ) from None

@@ -88,6 +88,8 @@ def test_a_template_runs_as_in_transformers():
         ("{{ raise_exception('no\nsystem') }}", "chat template: must render, got <no system>"),
         ("{{ messages.append(1) }}", "chat template: must render, got <access to attribute 'append'"),
         ("{{ ().__class__.__bases__ }}", "chat template: must render, got <access to attribute '__class__'"),
+        ("{{ 1 // 0 }}", "chat template: must render, got <integer division or modulo by zero>"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "chat template: must render, got <Range too big"),
         ("{{ 'a' + 1 }}", "chat template: must render, got <can only concatenate str"),
     ],
 )
