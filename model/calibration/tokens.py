@@ -81,14 +81,15 @@ def read_tokens(
     """
     pieces: list[torch.Tensor] = []
     for where, document in _documents(path):
-        ids = torch.tensor(encode(document) if isinstance(document, str) else document, dtype=torch.int64)
-        outside = ids[(ids < 0) | (ids >= vocab_size)]
-        if len(outside):
+        ids = encode(document) if isinstance(document, str) else document
+        outside = [token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token < vocab_size]
+        if outside:
             raise CalibrationError(
-                f"{where}: token ids must be below the model's vocab_size={vocab_size}, got {int(outside[0])}; "
+                f"{where}: token ids must be below the model's vocab_size={vocab_size}, got {outside[0]}; "
                 "use the tokenizer of this checkpoint"
             )
-        pieces += [piece for piece in ids.split(length) if len(piece) >= _MIN_LENGTH]
+        split = torch.tensor(ids, dtype=torch.int64).split(length)
+        pieces += [piece for piece in split if len(piece) >= _MIN_LENGTH]
     if not pieces:
         raise CalibrationError(
             f"{path}: must hold a document of {_MIN_LENGTH} tokens or more, got none; give a longer text"
@@ -144,7 +145,8 @@ def _documents(path: Path) -> Iterator[tuple[str, str | list[int]]]:
 def _document(where: str, line: str) -> str | list[int]:
     try:
         value = json.loads(line)
-    except ValueError:
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError):
         value = None
     if isinstance(value, dict):
         value = cast("dict[str, Any]", value).get("text")

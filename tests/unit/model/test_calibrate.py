@@ -102,6 +102,9 @@ def test_the_seed_chooses_among_the_pieces_in_the_files_order(tmp_path):
         ("x.jsonl", "[true, 1]", "line 1: must be a JSON string"),
         ("x.jsonl", "{", "line 1: must be a JSON string"),
         ("x.jsonl", "[1, 26]", "line 1: token ids must be below the model's vocab_size=26, got 26"),
+        ("x.jsonl", f"[{10**30}, 1]", "line 1: token ids must be below the model's vocab_size=26, got 1000"),
+        ("x.jsonl", "[" * 100_000, "line 1: must be a JSON string"),
+        ("x.jsonl", r'"\ud800"', "line 1: must be a JSON string"),
         ("x.jsonl", "[1, -1]", "line 1: token ids must be below the model's vocab_size=26, got -1"),
     ],
 )
