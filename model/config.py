@@ -123,9 +123,9 @@ class RopeConfig:
 
     def problems(self) -> Iterator[str]:
         """One line for each value that no rotation can be made of."""
-        if not self.theta > 1.0:
+        if not 1.0 < self.theta < math.inf:
             yield f"model.rope.theta: must be above 1, got {self.theta}; 10000 is the usual base"
-        if self.scaling is not RopeScaling.none and not self.factor >= 1.0:
+        if self.scaling is not RopeScaling.none and not 1.0 <= self.factor < math.inf:
             yield f"model.rope.factor: must be at least 1, got {self.factor}; give the stretch of the context"
         if self.scaling in (RopeScaling.llama3, RopeScaling.yarn) and self.original_positions < 1:
             yield (
@@ -136,6 +136,16 @@ class RopeConfig:
             yield (
                 f"model.rope.low_freq_factor: must lie between 0 and high_freq_factor={self.high_freq_factor}, "
                 f"got {self.low_freq_factor}; 1 and 4 are usual"
+            )
+        if self.scaling is RopeScaling.yarn and not 0.0 < self.beta_slow <= self.beta_fast < math.inf:
+            yield (
+                f"model.rope.beta_slow: must lie between 0 and beta_fast={self.beta_fast}, got {self.beta_slow}; "
+                "1 and 32 are usual"
+            )
+        if self.attention_factor is not None and not 0.0 < self.attention_factor < math.inf:
+            yield (
+                f"model.rope.attention_factor: must be positive, got {self.attention_factor}; leave it out to derive "
+                "it from factor"
             )
 
 

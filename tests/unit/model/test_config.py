@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -33,6 +34,23 @@ def test_the_defaults_are_valid_and_the_vocabulary_comes_later():
         ("vocab_size", -1, "model.vocab_size: must not be negative, got -1;"),
         ("shared_expert_hidden_size", -32, "model.shared_expert_hidden_size: must not be negative, got -32;"),
         ("rope", RopeConfig(theta=1.0), "model.rope.theta: must be above 1, got 1.0;"),
+        ("rope", RopeConfig(theta=math.inf), "model.rope.theta: must be above 1, got inf;"),
+        (
+            "rope",
+            RopeConfig(scaling=RopeScaling.linear, factor=math.inf),
+            "model.rope.factor: must be at least 1, got inf;",
+        ),
+        (
+            "rope",
+            RopeConfig(scaling=RopeScaling.yarn, original_positions=64, beta_fast=0.5),
+            "model.rope.beta_slow: must lie between 0 and beta_fast=0.5, got 1.0;",
+        ),
+        (
+            "rope",
+            RopeConfig(scaling=RopeScaling.yarn, original_positions=64, beta_slow=0.0),
+            "model.rope.beta_slow: must lie between 0 and beta_fast=32.0, got 0.0;",
+        ),
+        ("rope", RopeConfig(attention_factor=math.nan), "model.rope.attention_factor: must be positive, got nan;"),
         ("rope", RopeConfig(scaling=RopeScaling.linear, factor=0.5), "model.rope.factor: must be at least 1, got 0.5;"),
         (
             "rope",
