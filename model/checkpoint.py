@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from model.snapshot import (
     tensor_format,
 )
 from model.transformer import parameter_shapes
+
+_OWN_FORMS = (Form.MASTER, Form.PUBLISHED)
 
 
 def save_model(
@@ -70,6 +74,32 @@ def save_model(
     (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
 
+@contextmanager
+def appearing_whole(dest: Path) -> Iterator[Path]:
+    """A folder to write `dest` in: it gets its name when the block ends well, and is removed when it does not.
+
+    Raises:
+        CheckpointError: `dest` exists, or it or the folder above cannot be written.
+    """
+    if os.path.lexists(dest):
+        raise CheckpointError(f"{dest}: must not exist, got a file or folder; choose another name or remove it")
+    partial = partial_of(dest)
+    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(dest)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{dest}: could not be written, got {error}; give a folder with room for it") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_of(dest: Path) -> Path:
+    """Where `appearing_whole` prepares `dest`."""
+    return dest.with_name(f".{dest.name}.partial")
+
+
 def load_model(source: str | os.PathLike[str]) -> LoadedModel:
     """Read a folder that `save_model` wrote, or a published checkpoint (a folder, or a URL that fsspec reads).
 
@@ -88,14 +118,17 @@ def load_model(source: str | os.PathLike[str]) -> LoadedModel:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: must be a safetensors file, got {error}; restore or rewrite it") from error
     form = metadata.pop("form", None)
-    if form not in tuple(Form):
+    if form not in _OWN_FORMS:
         raise CheckpointError(
-            f"{path}: metadata 'form' must be one of {[*map(str, Form)]}, got {form}; write it with save_model"
+            f"{path}: metadata 'form' must be one of {[*map(str, _OWN_FORMS)]}, got {form}; write it with save_model"
         )
     shapes = parameter_shapes(config)
     if form == Form.MASTER:
         _check_names(str(path), entries.keys(), shapes.keys())
         weights: dict[str, Any] = {name: entries[name] for name in shapes}
+        for name, weight in weights.items():
+            if weight.dtype != torch.float32:
+                raise CheckpointError(f"{path}: {name}: a master must be fp32, got {weight.dtype}; write it again")
     else:
         _check_rule(path, metadata)
         expected = [entry for name in shapes for entry in _entry_names(name)]

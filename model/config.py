@@ -19,6 +19,9 @@ MXFP4_BLOCK = 32
 MAX_EXPERTS = 1 << 15
 """Recorded routes are uint8 up to 256 experts and int16 beyond."""
 
+MAX_LAYERS = 4096
+"""More than any network has: a damaged file must not keep a program busy."""
+
 
 _COUNTS = (
     "hidden_size",
@@ -273,6 +276,8 @@ class ModelConfig:
         for name in ("rms_norm_eps", "routed_scaling", "swiglu_limit"):
             if not (0.0 < (value := getattr(self, name)) < math.inf):
                 yield f"model.{name}: must be positive, got {value}; see ModelConfig for the usual value"
+        if self.num_layers > MAX_LAYERS:
+            yield f"model.num_layers: must be at most {MAX_LAYERS}, got {self.num_layers}; check the file"
         for name in ("window_layers", "dense_layers"):
             outside = [index for index in getattr(self, name) if index not in range(self.num_layers)]
             if outside:

@@ -10,15 +10,11 @@ DEST appears complete or not at all. Exit codes: 0 done, 2 a mistake (one line o
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from model.checkpoint import is_native, load_model, save_model
+from model.checkpoint import appearing_whole, is_native, load_model, partial_of, save_model
 from model.config import ConfigError
 from model.hf.files import Folder
 from model.hf.reader import open_hf
@@ -56,25 +52,15 @@ def export(source: str, dest: Path, format: str, max_shard_bytes: int = MAX_SHAR
         CheckpointError: `dest` exists or cannot be written, or the source cannot be read.
         ConfigError: The source's configuration is not supported, or its family cannot hold it.
     """
-    if os.path.lexists(dest):
-        raise CheckpointError(f"{dest}: must not exist, got a file or folder; choose another name or remove it")
     if max_shard_bytes < 1:
         raise CheckpointError(
             f"--max-shard-bytes: must be positive, got {max_shard_bytes}; leave it out for the default"
         )
-    partial = dest.with_name(f".{dest.name}.partial")
-    if Path(Folder(source).path("")).resolve().is_relative_to(partial.resolve()):
-        raise CheckpointError(f"{source}: must not be where {dest} is prepared, got {partial}; choose another name")
-    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
-    try:
-        partial.mkdir(parents=True)
-        notes = _write(source, partial, format, max_shard_bytes)
-        partial.rename(dest)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{dest}: could not be written, got {error}; give a folder with room for it") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return notes
+    prepared = partial_of(dest).resolve()
+    if Path(Folder(source).path("")).resolve().is_relative_to(prepared):
+        raise CheckpointError(f"{source}: must not be where {dest} is prepared, got {prepared}; choose another name")
+    with appearing_whole(dest) as partial:
+        return _write(source, partial, format, max_shard_bytes)
 
 
 def _write(source: str, folder: Path, format: str, max_shard_bytes: int) -> tuple[str, ...]:

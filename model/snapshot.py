@@ -129,7 +129,7 @@ def publish_tensor(name: str, master: torch.Tensor) -> PackedTensor:
     """The published bytes of one fp32 master.
 
     Raises:
-        SnapshotError: Unknown name, or the master is not fp32.
+        SnapshotError: Unknown name, the master is not fp32, or one of its values is not finite.
         MXFP4Error: An expert tensor that MXFP4 cannot hold (NaN, infinity, odd shape).
     """
     format = tensor_format(name)
@@ -140,9 +140,21 @@ def publish_tensor(name: str, master: torch.Tensor) -> PackedTensor:
         blocks, scales = quantize(master, rule=_RULE, name=name)
         payload, scale_bytes = blocks.cpu().numpy(), scales.cpu().numpy()
     else:
+        if not _may_be_published(name, master):
+            raise SnapshotError(
+                f"{name}: every value must be finite, got {int((~master.isfinite()).sum())} that are not; "
+                "find the step that produced them, or fetch the checkpoint again"
+            )
         plain = master.to(PLAIN_DTYPES[format]).contiguous().cpu()
         payload, scale_bytes = plain_bytes(plain), np.empty(0, np.uint8)
     return PackedTensor(format=format, shape=tuple(master.shape), payload=payload, scales=scale_bytes)
+
+
+def _may_be_published(name: str, master: torch.Tensor) -> bool:
+    """Whether every value is finite; a sink of minus infinity is none at all, which is a meaning of its own."""
+    if name.endswith(".sinks"):
+        return not bool((master.isnan() | (master == torch.inf)).any())
+    return bool(master.isfinite().all())
 
 
 def published_view(masters: Mapping[str, torch.Tensor]) -> dict[str, PackedTensor]:

@@ -1,5 +1,7 @@
 """Upcycling: a dense model becomes a Mixture of Experts that starts from the same knowledge.
 
+    python -m model.upcycle SOURCE DEST [--recipe split|copies] [--experts 8] [--active 8]
+
 The dense model comes as a Mixture of one expert (`llama`). A recipe says how that expert, the MLP of a layer, becomes
 several; everything else is taken over bit for bit. Invariant of the exact cases below: the new network computes the
 dense one's function, up to fp32 rounding, before its experts are quantized.
@@ -25,15 +27,22 @@ Shapes: D model dim, F neurons of the dense MLP, N neurons of an expert, E exper
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from model.config import MXFP4_BLOCK, ModelConfig
+from model.checkpoint import appearing_whole, save_model
+from model.config import MXFP4_BLOCK, ConfigError, ModelConfig
+from model.hf.files import Folder
+from model.llama import LlamaError, read_llama
+from model.loaded import CheckpointError
 
 _ROUTER_SCALE = 1e-3
 """Length of a router row in an approximate split; a normed input is of the order of sqrt(D), so logits are of 0.1."""
@@ -185,3 +194,37 @@ def upcycled_config(config: ModelConfig, recipe: Recipe) -> ModelConfig:
     )
     upcycled.validate()
     return upcycled
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Upcycle a published dense checkpoint, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m model.upcycle", description="A dense Llama as a MoE.")
+    parser.add_argument("source", help="a dense Llama-type checkpoint: a folder, or a URL that fsspec reads")
+    parser.add_argument("dest", type=Path, help="the folder to write; must not exist")
+    parser.add_argument("--recipe", choices=["split", "copies"], default="split", help="see model/upcycle.py")
+    parser.add_argument("--experts", type=int, default=8, help="experts of a layer (default: 8)")
+    parser.add_argument("--active", type=int, help="experts of a token (default: all of a split, 2 copies)")
+    chosen = parser.parse_args(arguments)
+    kind, usual = (Split, chosen.experts) if chosen.recipe == "split" else (Copies, 2)
+    recipe = kind(num_experts=chosen.experts, num_experts_per_tok=usual if chosen.active is None else chosen.active)
+    try:
+        with appearing_whole(chosen.dest) as folder:
+            dense, masters = read_llama(chosen.source)
+            config, weights = upcycle(dense, masters, recipe)
+            save_model(folder, config, weights, {"source": chosen.source, "recipe": repr(recipe)})
+            source = Folder(chosen.source)
+            for name in source.companions():
+                source.copy(name, folder)
+    except (CheckpointError, ConfigError, LlamaError, UpcycleError) as error:
+        sys.stderr.write("".join(f"{line}\n" for line in str(error).splitlines()))
+        return 2
+    total = sum(weight.numel() for weight in weights.values())
+    sys.stdout.write(
+        f"{total / 1e6:.1f} M parameters in {chosen.dest}: {config.num_experts} experts a layer, "
+        f"{config.num_experts_per_tok} active\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

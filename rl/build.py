@@ -39,8 +39,9 @@ from rl.recorder import Recorder
 from rl.report import EPISODE_COLUMNS, HeldOut, RunFacts, episode_rows, machine_facts, write_report
 from rl.rollouts import Rollouts, task_limits
 from rl.run_folder import RunFolder, RunResult, commit, plain, write_atomically
+from rl.start_model import with_vocabulary
 from rl.tracking import Tracker, new_run_id, resolve_mode
-from rl.warm_start import StartPlan, plan_start, warm_start, with_vocabulary
+from rl.warm_start import StartPlan, plan_start, warm_start
 from rollout.pool import RolloutPool
 from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer
 from rollout.types import WeightVersion

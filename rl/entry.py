@@ -28,7 +28,9 @@ from model import config as model_config
 from rl import config_check, overrides, sweep
 from rl.config import RunConfig
 from rl.config_check import ConfigError
-from rl.start_model import adopt_checkpoint
+from rl.start_model import adopt_checkpoint, check_chat
+from rollout.renderers.codec import RendererError
+from rollout.tokenizer import TokenizerError
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -146,10 +148,11 @@ def checked(config: RunConfig) -> RunConfig:
     from envs.registry import build_tasks, check_env_config
 
     try:
+        check_chat(config)
         check_env_config(config.env)
         if config.env.dataset is not None:
             build_tasks(config.env, seed=config.run.seed)  # reads and checks every row
-    except (EnvError, ExtensionError) as error:
+    except (EnvError, ExtensionError, RendererError, TokenizerError, model_config.ConfigError) as error:
         raise ConfigError(str(error)) from error
     return config
 

@@ -10,9 +10,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from model.config import ConfigError, ModelConfig
 from model.families.registry import read_config
 from rl.config import RunConfig
+from rollout.renderers.registry import make_renderer
+from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer
 
 CONFIG_FILE = "config.json"
 
@@ -42,6 +46,35 @@ def adopt_checkpoint(config: RunConfig) -> None:
     config.model = dataclasses.replace(stored, **{name: getattr(config.model, name) for name in _OWN})
 
 
+def check_chat(config: RunConfig) -> None:
+    """Check that the checkpoint's tokenizer belongs to its model and has the tokens of the chat format.
+
+    Raises:
+        TokenizerError, RendererError: There is no such tokenizer, or it lacks a token.
+        ConfigError: It has more entries than the model.
+    """
+    if config.warm_start.checkpoint is None:
+        return
+    tokenizer = load_tokenizer(Path(config.warm_start.checkpoint) / TOKENIZER_FILE)
+    with_vocabulary(config.model, tokenizer)
+    make_renderer(config.rollout.chat_format, tokenizer)
+
+
+def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The model with the tokenizer's vocabulary where its own is left open; it may be padded beyond the tokenizer's.
+
+    Raises:
+        ConfigError: The tokenizer has more entries than the model.
+    """
+    num_entries = tokenizer.get_vocab_size()
+    if model.vocab_size and num_entries > model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size: must hold the tokenizer's {num_entries} entries, got {model.vocab_size}; "
+            "take the tokenizer that belongs to the checkpoint"
+        )
+    return dataclasses.replace(model, vocab_size=model.vocab_size or num_entries)
+
+
 def _stored(location: str) -> ModelConfig:
     if "://" in location:
         raise ConfigError(
@@ -51,8 +84,8 @@ def _stored(location: str) -> ModelConfig:
     folder = Path(location)
     if not folder.is_dir():
         raise ConfigError(
-            f"warm_start.checkpoint: no such folder, got {location}; name the folder of a saved model, or leave it "
-            "out to train the warm start"
+            f"warm_start.checkpoint: no such folder, got {location}; name the folder of a saved model (make "
+            "model-smollm2 writes one), or leave it out to train the warm start"
         )
     path = folder / CONFIG_FILE
     try:

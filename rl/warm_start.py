@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars
-from tokenizers import Tokenizer
 
 from envs.base import TaskSource
 from model.checkpoint import save_model
@@ -34,6 +33,7 @@ from rl.config import RunConfig
 from rl.learner.group import LearnerGroup
 from rl.learner.learner import LearnerSpec
 from rl.progress import Progress
+from rl.start_model import with_vocabulary
 from rollout.pool import RolloutPool
 from rollout.renderers.base import Renderer
 from rollout.renderers.registry import make_renderer
@@ -81,8 +81,7 @@ def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
     """Find the start of a run. Its tokenizer is always trained: the cache entry depends on it.
 
     Raises:
-        WarmStartError: The tokenizer of `warm_start.checkpoint` is larger than the model, the environment demonstrates
-            nothing, or a task leaves no room for an answer.
+        WarmStartError: The environment demonstrates nothing, or a task leaves no room for an answer.
     """
     if config.warm_start.checkpoint is not None:
         return _given_start(config, Path(config.warm_start.checkpoint), tasks)
@@ -283,21 +282,6 @@ def _given_start(config: RunConfig, folder: Path, tasks: TaskSource) -> StartPla
     _check_prompts(config, renderer, tasks)
     note = compare_with_folder(renderer, tokenizer, folder)
     return StartPlan(folder=folder, tokenizer_json=tokenizer.to_str(), model=model, note=note)
-
-
-def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """The model with the tokenizer's vocabulary where its own is left open; it may be padded beyond the tokenizer's.
-
-    Raises:
-        WarmStartError: The tokenizer has more entries than the model.
-    """
-    num_entries = tokenizer.get_vocab_size()
-    if model.vocab_size and num_entries > model.vocab_size:
-        raise WarmStartError(
-            f"model.vocab_size: must hold the tokenizer's {num_entries} entries, got {model.vocab_size}; "
-            "take the tokenizer that belongs to the checkpoint"
-        )
-    return dataclasses.replace(model, vocab_size=model.vocab_size or num_entries)
 
 
 @contextmanager

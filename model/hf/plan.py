@@ -173,7 +173,8 @@ def _rounding_notes(parameters: Iterable[Parameter], entries: Mapping[str, Entry
             if not exact and parameter.name not in rounded.setdefault((stored, format), []):
                 rounded[stored, format].append(parameter.name)
     for (stored, format), names in rounded.items():
-        yield f"{len(names)} parameters are stored as {stored} and published as {format}, rounded: {_listed(names)}"
+        where = f"stored as {stored} and rounded where they are published as {format}"
+        yield f"{len(names)} parameters are {where}: {_listed(names)}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -54,7 +54,10 @@ def test_notes_are_printed(tmp_path, capsys):
     save_model(source, config, masters(config), {})
     assert main([str(source), str(tmp_path / "bf16"), "--format", "bf16"]) == 0
     assert main([str(tmp_path / "bf16"), str(tmp_path / "mxfp4"), "--format", "mxfp4"]) == 0
-    assert "note: 4 parameters are stored as BF16 and published as mxfp4, rounded: [" in capsys.readouterr().out
+    assert (
+        "note: 4 parameters are stored as BF16 and rounded where they are published as mxfp4: ["
+        in capsys.readouterr().out
+    )
 
 
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys):

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import pickle
 
 import numpy as np
@@ -215,3 +216,17 @@ def test_codes_changed_needs_the_same_parameters(masters):
     packed = published_view(masters)
     with pytest.raises(SnapshotError, match="same parameters"):
         codes_changed(packed, {NORM: packed[NORM]})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_not_published_by_name(bad):
+    master = torch.ones(8)
+    master[3] = bad
+    with pytest.raises(SnapshotError, match=r"^model\.norm\.weight: every value must be finite, got 1 that are not"):
+        publish_tensor("model.norm.weight", master)
+    sinks = "model.layers.0.self_attn.sinks"
+    if bad == -math.inf:  # no sink at all
+        assert torch.equal(view(publish_tensor(sinks, master)), master)
+    else:
+        with pytest.raises(SnapshotError, match="sinks: every value must be finite"):
+            publish_tensor(sinks, master)

@@ -2,11 +2,14 @@ import math
 
 import pytest
 import torch
+import transformers
 
+from model.checkpoint import load_model
 from model.config import ConfigError, ModelConfig
 from model.mxfp4 import quantize
+from model.packed_attention import PackedAttention
 from model.transformer import Transformer, init_weights, parameter_shapes
-from model.upcycle import Copies, Split, UpcycleError, upcycle, upcycled_config
+from model.upcycle import Copies, Split, UpcycleError, main, upcycle, upcycled_config
 
 DENSE = ModelConfig(
     vocab_size=40,
@@ -128,3 +131,53 @@ def test_a_mixture_is_not_upcycled_again():
     once = upcycled_config(DENSE, Split(num_experts=2, num_experts_per_tok=2))
     with pytest.raises(UpcycleError, match=r"only a dense model \(one expert\) can be upcycled, got 2 experts"):
         upcycled_config(once, Copies())
+
+
+def test_the_program_makes_a_folder_that_computes_the_dense_model(tmp_path, capsys):
+    transformers.set_seed(0)
+    dense = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=60, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=64,
+        )
+    ).eval()  # fmt: skip
+    dense.save_pretrained(tmp_path / "dense")
+    (tmp_path / "dense" / "tokenizer.json").write_text("{}")
+    dest = tmp_path / "moe"
+    assert main([str(tmp_path / "dense"), str(dest), "--experts", "4"]) == 0
+    assert "4 experts a layer, 4 active" in capsys.readouterr().out
+    assert (dest / "tokenizer.json").read_text() == "{}"
+    loaded = load_model(dest)
+    model = Transformer(loaded.config)
+    model.load_state_dict(loaded.masters())
+    ids_T = torch.arange(30) % 60
+    out = model(ids_T, torch.arange(30), PackedAttention([0, 30]))
+    with torch.no_grad():
+        expected = dense(ids_T[None]).logits[0]
+    torch.testing.assert_close(model.logits(out.hidden_TD), expected, rtol=1e-4, atol=1e-5)
+    assert main([str(tmp_path / "dense"), str(tmp_path / "copies"), "--recipe", "copies"]) == 0
+    assert load_model(tmp_path / "copies").config.num_experts_per_tok == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["dense", "new", "--experts", "3"], "num_experts: must cut 128 neurons into equal parts"),
+        (["dense", "new", "--active", "9"], "model.num_experts_per_tok: must not exceed num_experts=4"),
+        (["dense", "dense"], "must not exist"),
+        (["nothing", "new"], "config.json: must be a JSON object"),
+    ],
+)
+def test_mistakes_of_the_program_are_one_line_and_leave_nothing(arguments, line, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    capsys.readouterr()
+    given = arguments if "--experts" in arguments else [*arguments, "--experts", "4"]
+    assert main(given) == 2
+    told = capsys.readouterr().err
+    assert line in told
+    assert len(told.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense"]

@@ -1,12 +1,17 @@
 """The checkpoint's model becomes the run's, and what contradicts it is one line."""
 
+import dataclasses
 import json
 
 import pytest
 
 from model.config import ComputeDtype, ConfigError, Family, ModelConfig, QkNorm
 from rl.config import RunConfig
-from rl.start_model import adopt_checkpoint
+from rl.start_model import adopt_checkpoint, check_chat
+from rollout.config import ChatFormat
+from rollout.renderers.codec import RendererError
+from rollout.tokenizer import TOKENIZER_FILE, TokenizerError
+from tests.unit.rollout.renderers.vocabulary import tokenizer_for
 
 STORED = ModelConfig(vocab_size=300, hidden_size=64, num_layers=2, compute_dtype=ComputeDtype.bf16)
 PUBLISHED = {
@@ -95,3 +100,22 @@ def test_a_missing_folder_a_missing_file_and_a_url(tmp_path):
         config.warm_start.checkpoint = checkpoint
         with pytest.raises(ConfigError, match=f"^warm_start.checkpoint: {message}"):
             adopt_checkpoint(config)
+
+
+def test_the_chat_format_is_checked_against_the_tokenizer_before_anything_starts(tmp_path):
+    check_chat(RunConfig())  # no checkpoint: the warm start trains a tokenizer
+    tokenizer = tokenizer_for(ChatFormat.chatml)
+    num_entries = tokenizer.get_vocab_size()
+    config = start_from(tmp_path / "chat", dataclasses.replace(STORED, vocab_size=num_entries).to_dict())
+    adopt_checkpoint(config)
+    config.rollout.chat_format = ChatFormat.chatml
+    with pytest.raises(TokenizerError, match="tokenizer: no file, got"):
+        check_chat(config)
+    tokenizer.save(str(tmp_path / "chat" / TOKENIZER_FILE))
+    check_chat(config)
+    config.rollout.chat_format = ChatFormat.harmony
+    with pytest.raises(RendererError, match=r"<\|channel\|>"):
+        check_chat(config)
+    config.model.vocab_size = num_entries - 1
+    with pytest.raises(ConfigError, match=rf"must hold the tokenizer's {num_entries} entries, got {num_entries - 1};"):
+        check_chat(config)

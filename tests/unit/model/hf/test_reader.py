@@ -268,7 +268,9 @@ def test_bits_beyond_the_published_format_are_kept_and_counted(tmp_path):
     rewrite(tmp_path, lambda entries: entries.update({"model.layers.1.mlp.gate.weight": given[router]}))
     loaded = load_model(tmp_path)
     assert torch.equal(loaded.masters()[router], given[router])
-    assert loaded.notes == (f"1 parameters are stored as F32 and published as bf16, rounded: ['{router}']",)
+    assert loaded.notes == (
+        f"1 parameters are stored as F32 and rounded where they are published as bf16: ['{router}']",
+    )
     changed = int((given[router].bfloat16().float() != given[router]).sum())
     assert loaded.rounded() == {router: changed}
     assert changed > 0
