@@ -171,7 +171,7 @@ def test_deepseeks_fp8_with_scales_in_another_file(tmp_path):
         stored = f"model.layers.1.mlp.experts.{index}."
         assert torch.equal(experts[index, :64], expected[f"{stored}gate_proj.weight"])
         assert torch.equal(experts[index, 64:], expected[f"{stored}up_proj.weight"])
-    assert any("stored as F8_E4M3 and published as mxfp4" in note for note in loaded.notes)
+    assert any("stored as F8_E4M3 and rounded where they are published as mxfp4" in note for note in loaded.notes)
 
     (tmp_path / "model-a.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"missing \['model.layers.0.mlp.down_proj.weight_scale_inv'"):
