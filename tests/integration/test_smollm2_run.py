@@ -48,4 +48,4 @@ def test_two_rounds_of_the_upcycled_model_pass_the_gate_and_leave_a_checkpoint(t
         assert row["parity/max_abs_nats"] <= bounds.max_abs_nats
         assert row["parity/flipped_routes"] >= 0  # counted, and held to its bound by the gate that the run has passed
         assert row["episodes/masked"] == 0
-    assert (tmp_path / "short" / "checkpoints" / "round-000002" / "model.safetensors").is_file()
+    assert (tmp_path / "short" / "checkpoints" / "round-000003" / "model.safetensors").is_file()
