@@ -35,10 +35,9 @@ from model.calibration.tokens import (
     random_tokens,
     read_tokens,
 )
-from model.checkpoint import is_native, load_model
+from model.checkpoint import open_model
 from model.config import ComputeDtype, ConfigError, ModelConfig
 from model.hf.files import Folder
-from model.hf.reader import open_hf
 from model.loaded import CheckpointError, Weight, master_of
 from model.mxfp4 import MXFP4Error, ScaleRule
 from model.transformer import Transformer
@@ -92,12 +91,14 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     _check(arguments)
     started = time.monotonic()
-    config, weights = _open(arguments.checkpoint)
-    config = dataclasses.replace(config, compute_dtype=arguments.dtype)
+    opened = open_model(arguments.checkpoint)
+    for note in opened.notes:
+        _say(note)
+    config = dataclasses.replace(opened.config, compute_dtype=arguments.dtype)
     tokens = _tokens(arguments, config)
     if tokens.is_random:
         _say(RANDOM_WARNING)
-    model = _build(config, weights)
+    model = _build(config, opened.weights)
     calibration = Calibration(model, tokens.sequences, arguments.rule)
     _say(f"source: {tokens.num_tokens} tokens, {time.monotonic() - started:.1f} s with loading")
 
@@ -144,17 +145,6 @@ def _check(arguments: argparse.Namespace) -> None:
     out = arguments.json
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise CalibrationError(f"--json: must be a file in an existing folder, got {out}; make its folder first")
-
-
-def _open(source: str) -> tuple[ModelConfig, Iterator[tuple[str, Weight]]]:
-    """The configuration, and the weights as they are read: of a published checkpoint one file is held at a time."""
-    if is_native(source):
-        loaded = load_model(source)
-        return loaded.config, iter(loaded.weights.items())
-    checkpoint = open_hf(source)
-    for note in checkpoint.notes:
-        _say(note)
-    return checkpoint.config, checkpoint.read()
 
 
 def _tokens(arguments: argparse.Namespace, config: ModelConfig) -> CalibrationTokens:

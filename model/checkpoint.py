@@ -17,6 +17,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from model.config import ConfigError, ModelConfig
 from model.hf.files import CONFIG_FILE, WEIGHTS_FILE, Folder
 from model.hf.reader import open_hf
-from model.loaded import CheckpointError, Form, LoadedModel
+from model.loaded import CheckpointError, Form, LoadedModel, Weight
 from model.snapshot import (
     PLAIN_DTYPES,
     SNAPSHOT_METADATA,
@@ -143,13 +144,47 @@ def load_model(source: str | os.PathLike[str]) -> LoadedModel:
     return LoadedModel(config=config, form=Form(form), weights=weights, metadata=metadata)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpenedModel:
+    """A checkpoint whose weights are yet to come: of a published one, a file at a time is held.
+
+    `metadata` describes packed experts that another program wrote, `None` where there are none; `notes` are what a user
+    should know of how it is read.
+    """
+
+    config: ModelConfig
+    weights: Iterator[tuple[str, Weight]]
+    metadata: Mapping[str, str] | None
+    notes: tuple[str, ...]
+
+
+def open_model(source: str | os.PathLike[str]) -> OpenedModel:
+    """As `load_model`, for a reader that takes the weights one by one. Our own folders are read whole.
+
+    Raises:
+        CheckpointError, ConfigError: As `load_model`, those of single weights while they are read.
+    """
+    if is_native(source):
+        loaded = load_model(source)
+        return OpenedModel(
+            config=loaded.config, weights=iter(loaded.weights.items()), metadata=None, notes=loaded.notes
+        )
+    opened = open_hf(source)
+    return OpenedModel(
+        config=opened.config,
+        weights=opened.read(),
+        metadata=opened.metadata if opened.has_mxfp4 else None,
+        notes=opened.notes,
+    )
+
+
 def is_native(source: str | os.PathLike[str]) -> bool:
     """Whether a folder is one that `save_model` wrote, by its config.json.
 
     Raises:
         CheckpointError: There is no readable config.json.
     """
-    return "family" in Folder(source).read_json(CONFIG_FILE)
+    return ModelConfig.is_own(Folder(source).read_json(CONFIG_FILE))
 
 
 def _load_config(source: str | os.PathLike[str]) -> ModelConfig:

@@ -238,6 +238,11 @@ class ModelConfig:
         """Plain values, as `from_dict` reads them."""
         return dataclasses.asdict(self)
 
+    @staticmethod
+    def is_own(values: Mapping[str, Any]) -> bool:
+        """Whether a config.json holds what `to_dict` gives: a published one names no family."""
+        return "family" in values
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
         """The configuration that `to_dict` wrote.

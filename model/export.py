@@ -14,10 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from model.checkpoint import appearing_whole, is_native, load_model, partial_of, save_model
+from model.checkpoint import appearing_whole, load_model, open_model, partial_of, save_model
 from model.config import ConfigError
 from model.hf.files import Folder
-from model.hf.reader import open_hf
 from model.hf.writer import MAX_SHARD_BYTES, HfFormat, save_hf
 from model.loaded import CheckpointError
 from model.mxfp4 import MXFP4Error
@@ -71,23 +70,17 @@ def _write(source: str, folder: Path, format: str, max_shard_bytes: int) -> tupl
         for name in companions.companions():
             companions.copy(name, folder)
         return loaded.notes
-    if is_native(source):
-        loaded = load_model(source)
-        config, weights, metadata, notes = loaded.config, iter(loaded.weights.items()), None, loaded.notes
-    else:
-        opened = open_hf(source)
-        config, weights, notes = opened.config, opened.read(), opened.notes
-        metadata = opened.metadata if opened.has_mxfp4 else None
+    opened = open_model(source)
     save_hf(
         folder,
-        config,
-        weights,
+        opened.config,
+        opened.weights,
         HfFormat(format),
         source=Folder(source),
-        metadata=metadata,
+        metadata=opened.metadata,
         max_shard_bytes=max_shard_bytes,
     )
-    return notes
+    return opened.notes
 
 
 if __name__ == "__main__":

@@ -165,8 +165,8 @@ def published_view(masters: Mapping[str, torch.Tensor]) -> dict[str, PackedTenso
 def view(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of published bytes, as a new tensor in fp32 or bf16; what is published in fp32 stays fp32."""
     if packed.format is Format.MXFP4:
-        return dequantize(_tensor(packed.payload), _tensor(packed.scales), dtype).view(packed.shape)
-    plain = _tensor(packed.payload).view(PLAIN_DTYPES[packed.format]).view(packed.shape)
+        return dequantize(as_tensor(packed.payload), as_tensor(packed.scales), dtype).view(packed.shape)
+    plain = as_tensor(packed.payload).view(PLAIN_DTYPES[packed.format]).view(packed.shape)
     return plain.to(torch.float32 if packed.format is Format.FP32 else dtype, copy=True)
 
 
@@ -175,7 +175,7 @@ def plain_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return tensor.view(-1).view(torch.uint8).numpy().reshape(*tensor.shape, tensor.itemsize)
 
 
-def _tensor(array: npt.NDArray[np.uint8]) -> torch.Tensor:
+def as_tensor(array: npt.NDArray[np.uint8]) -> torch.Tensor:
     """The array as a tensor; copied when read-only, because a torch tensor cannot promise not to write."""
     array = np.ascontiguousarray(array)
     return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -90,7 +90,7 @@ def _stored(location: str) -> ModelConfig:
     path = folder / CONFIG_FILE
     try:
         values = dict(json.loads(path.read_text()))
-        return ModelConfig.from_dict(values) if "family" in values else read_config(values)[1]
+        return ModelConfig.from_dict(values) if ModelConfig.is_own(values) else read_config(values)[1]
     except OSError as error:
         raise ConfigError(
             f"warm_start.checkpoint: no readable {CONFIG_FILE}, got {path} ({error.strerror}); name a folder that "

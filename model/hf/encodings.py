@@ -27,6 +27,7 @@ import torch
 
 from model.loaded import CheckpointError
 from model.mxfp4 import BLOCK, BLOCK_BYTES
+from model.mxfp4_layouts import from_compressed_tensors
 
 FP8_TILE = (128, 128)
 """Rows and columns that share an FP8 scale, unless `quantization_config.weight_block_size` says otherwise."""
@@ -122,10 +123,10 @@ def expected_shapes(encoding: Encoding, shape: tuple[int, ...], tile: tuple[int,
             return (shape, (*lead, -(-num_rows // tile[0]), -(-columns // tile[1])))
 
 
-def mxfp4_bytes(payload: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks and scales of the stored entries of any MXFP4 encoding, as uint8 views."""
-    scales = scales.view(torch.uint8)
-    return payload.view(torch.uint8).view(*scales.shape, BLOCK_BYTES), scales
+def mxfp4_bytes(encoding: Encoding, payload: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks and scales of the stored entries of an MXFP4 encoding, as uint8 views."""
+    payload, scales = payload.view(torch.uint8), scales.view(torch.uint8)
+    return from_compressed_tensors(payload, scales) if encoding.flat else (payload, scales)
 
 
 def decode_fp8(weight: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int] = FP8_TILE) -> torch.Tensor:

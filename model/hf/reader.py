@@ -126,7 +126,7 @@ class _Assembly:
             self._held |= {entry: tensor.clone() for entry, tensor in found.items()}
 
     def _place(self, source: Source, stored: list[torch.Tensor]) -> None:
-        parts = mxfp4_bytes(*stored) if self._is_packed else (self._values(source, stored),)
+        parts = mxfp4_bytes(source.encoding, *stored) if self._is_packed else (self._values(source, stored),)
         self._parts = self._parts or self._empty(parts[0].dtype)
         if parts[0].dtype != self._parts[0].dtype:  # pieces of several dtypes: the one that holds them all
             self._parts = (self._parts[0].float(),)
@@ -150,7 +150,7 @@ class _Assembly:
             case Kind.PLAIN:
                 return stored[0].mT if source.piece.transposed else stored[0]
             case Kind.MXFP4:
-                return dequantize(*mxfp4_bytes(*stored), torch.bfloat16)
+                return dequantize(*mxfp4_bytes(source.encoding, *stored), torch.bfloat16)
             case Kind.FP8:
                 return decode_fp8(*stored, tile=self._tile)
 

@@ -21,8 +21,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
@@ -32,7 +30,8 @@ from model.families.registry import FAMILIES, write_config
 from model.hf.encodings import COMPRESSED_TENSORS, GPT_OSS, PLAIN, Encoding, Kind
 from model.hf.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder
 from model.loaded import CheckpointError, Weight, packed_of
-from model.snapshot import PLAIN_DTYPES, SNAPSHOT_METADATA, Format, PackedTensor, tensor_format, view
+from model.mxfp4_layouts import to_compressed_tensors
+from model.snapshot import PLAIN_DTYPES, SNAPSHOT_METADATA, Format, PackedTensor, as_tensor, tensor_format, view
 from model.transformer import parameter_shapes
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -152,7 +151,8 @@ def _entries(
     """The stored tensors of one parameter."""
     if encoding.kind is Kind.MXFP4:
         packed = packed_of(name, weight)
-        parts = (_tensor(packed.payload), _tensor(packed.scales))
+        parts = (as_tensor(packed.payload), as_tensor(packed.scales))
+        parts = to_compressed_tensors(*parts) if encoding.flat else parts
     else:
         parts = (_plain(name, weight),)
     by_name: dict[str, list[Piece]] = {}
@@ -162,8 +162,6 @@ def _entries(
         names = encoding.names(stored_name, {})
         for entry, part in zip(names, parts, strict=True):
             stored = _stored(group, part, len(weight.shape))
-            if encoding.flat and entry == names[0]:
-                stored = stored.flatten(-2)
             yield entry, stored.mT if group[0].transposed and encoding is PLAIN else stored
 
 
@@ -181,10 +179,6 @@ def _plain(name: str, weight: Weight) -> torch.Tensor:
     if isinstance(weight, PackedTensor):
         return view(weight, torch.bfloat16)
     return weight.detach().cpu().to(PLAIN_DTYPES.get(tensor_format(name), torch.bfloat16))
-
-
-def _tensor(array: npt.NDArray[np.uint8]) -> torch.Tensor:
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _quantization_config(encoding: Encoding) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from tokenizers import Tokenizer
 
 from rollout.config import ChatFormat
-from rollout.renderers.codec import Codec, Part, RendererError
+from rollout.renderers.codec import Codec, Part, RendererError, Scaffold
+from rollout.toolcalls import CallMarks
 from rollout.types import MalformedToolCall, Message, Role, SpanOrigin, TokenSpan, ToolCall
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -116,6 +117,18 @@ def well_formed_calls(message: Message) -> tuple[ToolCall, ...]:
             )
         calls.append(call)
     return tuple(calls)
+
+
+def call_section(marks: CallMarks, message: Message, head: Callable[[ToolCall], str]) -> list[Part]:
+    """The calls of a message as `toolcalls.sectioned_calls` reads them; `head` is what stands before the arguments.
+
+    Nothing for a message without calls. Raises RendererError when one of them is malformed.
+    """
+    parts: list[Part] = []
+    for call in well_formed_calls(message):
+        parts += [Scaffold(marks.begin), head(call), Scaffold(marks.separator)]
+        parts += [to_json(call.arguments), Scaffold(marks.end)]
+    return [Scaffold(marks.section_begin), *parts, Scaffold(marks.section_end)] if parts else []
 
 
 def keeps_reasoning(messages: Sequence[Message], index: int) -> bool:

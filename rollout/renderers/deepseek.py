@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rollout.renderers.base import Renderer, Tools, to_json, well_formed_calls
+from rollout.renderers.base import Renderer, Tools, call_section, to_json
 from rollout.renderers.codec import Part, Scaffold
 from rollout.toolcalls import Call, CallMarks, read_call, sectioned_calls, split_reasoning
 from rollout.types import Message, Role
@@ -94,15 +94,8 @@ class DeepseekRenderer(Renderer):
         return [*thought, *self._answer_without_reasoning(message)]
 
     def _answer_without_reasoning(self, message: Message) -> list[Part]:
-        calls = well_formed_calls(message)
-        parts: list[Part] = [message.content]
-        if calls:
-            parts.append(Scaffold(_MARKS.section_begin))
-            for call in calls:
-                parts += [Scaffold(_MARKS.begin), call.name, Scaffold(_MARKS.separator)]
-                parts += [to_json(call.arguments), Scaffold(_MARKS.end)]
-            parts.append(Scaffold(_MARKS.section_end))
-        return [*parts, Scaffold(_STOP)]
+        calls = call_section(_MARKS, message, lambda call: call.name)
+        return [message.content, *calls, Scaffold(_STOP)]
 
 
 def _declared(function: Any) -> str:

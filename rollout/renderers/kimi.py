@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rollout.renderers.base import Renderer, Tools, to_json, well_formed_calls
+from rollout.renderers.base import Renderer, Tools, call_section, to_json
 from rollout.renderers.codec import Part, Scaffold
 from rollout.toolcalls import Call, CallMarks, read_call, sectioned_calls, split_reasoning
 from rollout.types import MalformedToolCall, Message, Role
@@ -82,15 +82,7 @@ class KimiRenderer(Renderer):
 
 
 def _said(message: Message) -> list[Part]:
-    calls = well_formed_calls(message)
-    parts: list[Part] = [message.content]
-    if calls:
-        parts.append(Scaffold(_MARKS.section_begin))
-        for call in calls:
-            parts += [Scaffold(_MARKS.begin), call.id, Scaffold(_MARKS.separator)]
-            parts += [to_json(call.arguments), Scaffold(_MARKS.end)]
-        parts.append(Scaffold(_MARKS.section_end))
-    return parts
+    return [message.content, *call_section(_MARKS, message, lambda call: call.id)]
 
 
 def _read(index: int, head: str, body: str) -> Call:

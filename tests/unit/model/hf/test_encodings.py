@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from model.hf.encodings import Entry, Kind, check_quantization, decode_fp8, detect, expected_shapes, mxfp4_bytes
+from model.hf.encodings import (
+    COMPRESSED_TENSORS,
+    ENCODINGS,
+    GPT_OSS,
+    Entry,
+    Kind,
+    check_quantization,
+    decode_fp8,
+    detect,
+    expected_shapes,
+    mxfp4_bytes,
+)
 from model.loaded import CheckpointError
 from model.mxfp4 import dequantize
 
@@ -41,12 +52,13 @@ def test_every_mxfp4_encoding_holds_the_same_bytes():
     blocks = torch.randint(0, 256, (2, 3, 4, 16), generator=torch.Generator().manual_seed(1)).byte()
     scales = torch.randint(90, 160, (2, 3, 4), generator=torch.Generator().manual_seed(2)).byte()
     expected = dequantize(blocks, scales)
-    for payload, scale in (
-        (blocks, scales),
-        (blocks.flatten(-2), scales),
-        (blocks.flatten(-2).view(torch.int8), scales.view(torch.float8_e8m0fnu)),
+    deepseek = next(encoding for encoding in ENCODINGS if encoding.dtypes == ("I8",))
+    for encoding, payload, scale in (
+        (GPT_OSS, blocks, scales),
+        (COMPRESSED_TENSORS, blocks.flatten(-2), scales),
+        (deepseek, blocks.flatten(-2).view(torch.int8), scales.view(torch.float8_e8m0fnu)),
     ):
-        assert torch.equal(dequantize(*mxfp4_bytes(payload, scale)), expected)
+        assert torch.equal(dequantize(*mxfp4_bytes(encoding, payload, scale)), expected)
 
 
 @pytest.mark.parametrize(
