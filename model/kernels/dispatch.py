@@ -12,13 +12,10 @@ from typing import Protocol
 
 import torch
 
+from model.kernels.cpu.build import KernelError
 from model.kernels.grouped_experts import eager, reference
 
 log = logging.getLogger(__name__)
-
-
-class KernelError(ValueError):
-    """A version of an operation that does not exist or cannot run here."""
 
 
 class ExpertsForward(Protocol):

@@ -1,0 +1,1 @@
+"""Dense products with weights that are published in bf16."""

@@ -1,0 +1,1 @@
+"""RMSNorm of rows, fp32."""
