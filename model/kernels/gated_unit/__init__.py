@@ -1,0 +1,1 @@
+"""The gate of a dense feed-forward layer."""
