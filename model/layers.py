@@ -1,5 +1,8 @@
 """The small layers: linear maps, the embedding, RMSNorm and the plain gated MLP.
 
+A layer is plain torch until `model/binding.py` gives it kernels and its packed weight; the arithmetic here is then the
+definition, and the way of the gradient.
+
 Invariant: parameters may be held, or swapped in, as fp32 or as the published bf16 view; each layer casts to the dtype
 it computes in, and a cast to the same dtype is no operation. So the fp32 path has no rounding but its arithmetic's.
 
@@ -8,7 +11,8 @@ Shapes: T packed tokens, D model dim, V vocabulary, H heads, d head dim.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +24,18 @@ from model.rope import adjacent_pairs
 TORCH_DTYPE = {ComputeDtype.fp32: torch.float32, ComputeDtype.bf16: torch.bfloat16}
 
 
+Parameters: TypeAlias = Callable[[], "tuple[torch.Tensor, torch.Tensor | None]"]
+"""Weight and bias of a product as tensors that take gradients; called only where one is computed."""
+
+
+class Product(Protocol):
+    """A product with a weight that was packed for a kernel."""
+
+    def __call__(self, x: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """`x @ weight.T + bias` in the dtype of `x`."""
+        ...
+
+
 class Linear(nn.Module):
     """`x @ weight.T + bias`, computed and returned in the dtype of `x`."""
 
@@ -27,11 +43,18 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.product: Product | None = None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, out]."""
+        if self.product is not None:
+            return self.product(x_TD, self.packed_parameters)
         bias = None if self.bias is None else self.bias.to(x_TD.dtype)
         return F.linear(x_TD, self.weight.to(x_TD.dtype), bias)
+
+    def packed_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias with their rows in the order of the output."""
+        return self.weight, self.bias
 
 
 class HeadLinear(Linear):
@@ -47,12 +70,26 @@ class HeadLinear(Linear):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, H, d]."""
-        weight = self.weight.to(x_TD.dtype)
-        bias = None if self.bias is None else self.bias.to(x_TD.dtype)
-        if not self.adjacent:
-            weight = adjacent_pairs(weight, self.head_dim)
-            bias = None if bias is None else adjacent_pairs(bias, self.head_dim)
-        return F.linear(x_TD, weight, bias).view(len(x_TD), -1, self.head_dim)
+        weight, bias = self.packed_parameters()
+        bias = None if bias is None else bias.to(x_TD.dtype)
+        return F.linear(x_TD, weight.to(x_TD.dtype), bias).view(len(x_TD), -1, self.head_dim)
+
+    def packed_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `Linear.packed_parameters`."""
+        if self.adjacent:
+            return self.weight, self.bias
+        bias = None if self.bias is None else adjacent_pairs(self.bias, self.head_dim)
+        return adjacent_pairs(self.weight, self.head_dim), bias
+
+
+def side_by_side(*layers: Linear) -> Parameters:
+    """The parameters of one product that gives the outputs of several layers, one after the other."""
+
+    def parameters() -> tuple[torch.Tensor, torch.Tensor | None]:
+        weights, biases = zip(*(layer.packed_parameters() for layer in layers), strict=True)
+        return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+
+    return parameters
 
 
 class Mlp(nn.Module):
@@ -63,9 +100,14 @@ class Mlp(nn.Module):
         self.gate_proj = Linear(hidden_size, width)
         self.up_proj = Linear(hidden_size, width)
         self.down_proj = Linear(width, hidden_size)
+        self.gate_up: Product | None = None
+        self.gated_unit: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] in the dtype of `x_TD`."""
+        if self.gate_up is not None and self.gated_unit is not None:
+            h_T2F = self.gate_up(x_TD, side_by_side(self.gate_proj, self.up_proj))
+            return self.down_proj(self.gated_unit(h_T2F))
         return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
 
 
@@ -93,9 +135,12 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.eps = eps
+        self.kernel: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] | None = None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Any floating dtype in, fp32 out."""
+        if self.kernel is not None:
+            return self.kernel(x_TD, self.weight, self.eps)
         return _RMSNorm.apply(x_TD.float(), self.weight.float(), self.eps)  # pyright: ignore[reportReturnType]
 
 
@@ -108,12 +153,16 @@ class HeadNorm(nn.Module):
         self.eps = eps
         self.head_dim = head_dim
         self.adjacent = adjacent
+        self.together = together
+
+    def packed_weight(self) -> torch.Tensor:
+        """fp32, [d] or [H d], in the order of `HeadLinear`'s outputs."""
+        weight = self.weight.float()
+        return weight if self.adjacent else adjacent_pairs(weight, self.head_dim)
 
     def forward(self, x_THd: torch.Tensor) -> torch.Tensor:
         """[T, H, d] in any floating dtype to fp32."""
-        weight = self.weight.float()
-        if not self.adjacent:
-            weight = adjacent_pairs(weight, self.head_dim)
+        weight = self.packed_weight()
         x = x_THd.float().reshape(-1, len(weight))
         return _RMSNorm.apply(x, weight, self.eps).view(x_THd.shape)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -13,7 +13,8 @@ Shapes: T packed tokens, D model dim, F expert dim, E experts, K experts a token
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torch import nn
 from model.config import Activation, ModelConfig, RouterScores
 from model.kernels.dispatch import ExpertsForward
 from model.kernels.grouped_experts.reference import Clamp
-from model.layers import TORCH_DTYPE, Mlp
+from model.layers import TORCH_DTYPE, Mlp, Product
 
 
 class Routing(NamedTuple):
@@ -31,6 +32,35 @@ class Routing(NamedTuple):
     logits_TE: torch.Tensor
     chosen_TK: torch.Tensor
     weights_TK: torch.Tensor
+
+
+class ExpertParameters(NamedTuple):
+    """The tensors of `Experts`, in the compute dtype."""
+
+    gate_up_E2FD: torch.Tensor
+    down_EDF: torch.Tensor
+    gate_up_bias_E2F: torch.Tensor | None
+    down_bias_ED: torch.Tensor | None
+
+
+class Route(Protocol):
+    """A kernel that chooses and weighs experts as a router is configured; `replay_TK` None: chooses."""
+
+    def __call__(
+        self, logits_TE: torch.Tensor, replay_TK: torch.Tensor | None, router: Router
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 choices in rank order and fp32 weights, [T, K] each."""
+        ...
+
+
+class PackedExperts(Protocol):
+    """A kernel that applies experts which were packed for it."""
+
+    def __call__(
+        self, x_TD: torch.Tensor, routing: Routing, parameters: Callable[[], ExpertParameters]
+    ) -> torch.Tensor:
+        """fp32 [T, D]; `parameters` are the tensors that take gradients, called only where one is computed."""
+        ...
 
 
 class Router(nn.Module):
@@ -47,9 +77,14 @@ class Router(nn.Module):
         self.selection_bias = None
         if config.router_selection_bias:  # no gradient reaches it: it only decides, and is not trained by a loss
             self.selection_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+        self.product: Product | None = None
+        self.route: Route | None = None
 
     def forward(self, x_TD: torch.Tensor, replay_TK: torch.Tensor | None) -> Routing:
         """Route each token, or weigh the recorded choice `replay_TK` (`None`: choose)."""
+        if self.product is not None and self.route is not None:
+            logits_TE = self.product(x_TD.float(), lambda: (self.weight, self.bias))
+            return Routing(logits_TE, *self.route(logits_TE, replay_TK, self))
         bias = None if self.bias is None else self.bias.float()
         logits_TE = F.linear(x_TD.float(), self.weight.float(), bias)
         chosen_TK = self._choose(logits_TE) if replay_TK is None else replay_TK.long()
@@ -97,21 +132,29 @@ class Experts(nn.Module):
         self.clamp = None
         if config.expert_activation is Activation.clamped_swiglu:
             self.clamp = Clamp(limit=config.swiglu_limit, alpha=config.swiglu_alpha)
+        self.packed: PackedExperts | None = None
 
     def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
         """fp32 [T, D]: the weighted sum of each token's chosen experts."""
-        biases = (self.gate_up_proj_bias, self.down_proj_bias)
-        gate_up_bias, down_bias = (None if bias is None else bias.to(x_TD.dtype) for bias in biases)
+        if self.packed is not None:
+            return self.packed(x_TD, routing, lambda: self.parameters_as(x_TD.dtype))
+        gate_up, down, gate_up_bias, down_bias = self.parameters_as(x_TD.dtype)
         return self.experts_forward(
             x_TD,
-            self.gate_up_proj.to(x_TD.dtype),
-            self.down_proj.to(x_TD.dtype),
+            gate_up,
+            down,
             routing.chosen_TK,
             routing.weights_TK,
             gate_up_bias_E2F=gate_up_bias,
             down_bias_ED=down_bias,
             clamp=self.clamp,
         )
+
+    def parameters_as(self, dtype: torch.dtype) -> ExpertParameters:
+        """All tensors of this layer in `dtype`."""
+        biases = (self.gate_up_proj_bias, self.down_proj_bias)
+        gate_up_bias, down_bias = (None if bias is None else bias.to(dtype) for bias in biases)
+        return ExpertParameters(self.gate_up_proj.to(dtype), self.down_proj.to(dtype), gate_up_bias, down_bias)
 
 
 class MoE(nn.Module):

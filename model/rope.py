@@ -40,6 +40,32 @@ def rotation(positions_T: torch.Tensor, rotary_dim: int, config: RopeConfig) -> 
     return torch.polar(torch.full_like(angle_Th, attention_factor(config)), angle_Th).unsqueeze(1)
 
 
+class RotationTable:
+    """The turns of every position that was asked for, so that a position has the same bits in any batch.
+
+    (Torch's cosine differs in the last bit between a tensor's last values and the others.) Positions are added in
+    chunks of one size; rows are `rotation`'s.
+    """
+
+    _CHUNK = 1024
+
+    def __init__(self, rotary_dim: int, config: RopeConfig) -> None:
+        self._rotary_dim, self._config = rotary_dim, config
+        self._by_P1h: torch.Tensor | None = None
+
+    def __call__(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """complex64 [T, 1, h] of int64 positions."""
+        table = self._by_P1h
+        if table is None or table.device != positions_T.device:
+            table = positions_T.new_empty(0, 1, self._rotary_dim // 2, dtype=torch.complex64)
+        needed = int(positions_T.max()) + 1 if len(positions_T) else 0
+        while len(table) < needed:
+            more_C = torch.arange(len(table), len(table) + self._CHUNK, device=positions_T.device)
+            table = torch.cat([table, rotation(more_C, self._rotary_dim, self._config)])
+        self._by_P1h = table
+        return table.index_select(0, positions_T)
+
+
 def rotate(x_THd: torch.Tensor, by_T1h: torch.Tensor) -> torch.Tensor:
     """Turn every head of [T, H, d], whose pairs are adjacent; returned in the dtype of `x_THd`."""
     pairs_THh = torch.view_as_complex(x_THd.float().unflatten(-1, (-1, 2)))

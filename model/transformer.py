@@ -20,10 +20,10 @@ from torch import nn
 
 from model.attention import Attend, make_attention
 from model.config import ConfigError, ModelConfig
-from model.kernels.dispatch import ExpertsForward, resolve_grouped_experts
-from model.layers import TORCH_DTYPE, Embedding, Linear, Mlp, RMSNorm, project_logits
+from model.kernels.dispatch import ExpertsForward, grouped_experts
+from model.layers import TORCH_DTYPE, Embedding, Linear, Mlp, Product, RMSNorm, project_logits
 from model.moe import MoE, Routing
-from model.rope import rotation
+from model.rope import RotationTable
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -81,8 +81,8 @@ class Backbone(nn.Module):
 class Transformer(nn.Module):
     """The policy. Parameters are fp32 and uninitialised until `init_weights` or a checkpoint fills them."""
 
-    def __init__(self, config: ModelConfig, *, experts: str = "auto") -> None:
-        """Build the modules; `experts` names the version of the grouped expert MLP.
+    def __init__(self, config: ModelConfig, *, experts: str = "eager") -> None:
+        """Build the modules; `experts` names the version of the grouped expert MLP (`grouped_experts`).
 
         Raises:
             ConfigError: The configuration is invalid, or the vocabulary size is not set yet.
@@ -95,8 +95,10 @@ class Transformer(nn.Module):
                 "model.vocab_size: must be set before the model is built, got 0; take it from the tokenizer"
             )
         self.config = config
-        self.model = Backbone(config, resolve_grouped_experts(experts))
+        self.model = Backbone(config, grouped_experts(experts))
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.unembed: Product | None = None
+        self._rotations = RotationTable(config.rotary_dim, config.rope)
 
     @property
     def output_name(self) -> str:
@@ -119,7 +121,7 @@ class Transformer(nn.Module):
             replay_TLK: Recorded routes to use instead of the router's own choice; the router still weighs them and
                 gets gradient. `None`: the router chooses.
         """
-        by_T1h = rotation(positions_T, self.config.rotary_dim, self.config.rope)
+        by_T1h = self._rotations(positions_T)
         x_TD = self.model.embed_tokens(ids_T)
         routings: list[Routing] = []
         for layer in self.model.layers:
@@ -133,14 +135,20 @@ class Transformer(nn.Module):
             router_logits_TE=tuple(routing.logits_TE for routing in routings),
         )
 
-    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """The [V, D] parameter that makes logits."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor | None = None) -> torch.Tensor:
         """fp32 logits [T, V] of the rows the caller chose.
 
-        Under `functional_call` this method sees the module's own parameters: there use
-        `project_logits(hidden, views[model.output_name])`.
+        Under `functional_call` this method sees the module's own parameters: give the one called `output_name`.
         """
-        output = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return project_logits(hidden_TD, output.weight)
+        weight_VD = self.output_weight if weight_VD is None else weight_VD
+        if self.unembed is not None:
+            return self.unembed(hidden_TD.float(), lambda: (weight_VD, None))
+        return project_logits(hidden_TD, weight_VD)
 
 
 def route_dtype(config: ModelConfig) -> torch.dtype:

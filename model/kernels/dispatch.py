@@ -6,16 +6,12 @@ for the machine, and the log names what it became.
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Protocol
 
 import torch
 
 from model.kernels.cpu.build import KernelError
 from model.kernels.grouped_experts import eager, reference
-
-log = logging.getLogger(__name__)
 
 
 class ExpertsForward(Protocol):
@@ -43,19 +39,13 @@ GROUPED_EXPERTS: dict[str, ExpertsForward] = {
 }
 
 
-@cache
-def resolve_grouped_experts(name: str = "auto") -> ExpertsForward:
-    """The expert MLP called `name`; each name is resolved and logged once a process.
+def grouped_experts(name: str) -> ExpertsForward:
+    """The expert MLP in plain torch called `name`.
 
     Raises:
-        KernelError: There is no version of that name.
+        KernelError: There is none of that name.
     """
-    if name == "auto":
-        chosen, reason = "eager", "auto: sorted matrix products run on every device"
-    elif name in GROUPED_EXPERTS:
-        chosen, reason = name, "requested by name"
-    else:
-        known = ", ".join(["auto", *GROUPED_EXPERTS])
+    if name not in GROUPED_EXPERTS:
+        known = ", ".join(GROUPED_EXPERTS)
         raise KernelError(f"grouped_experts: there is no version of this name, got {name!r}; choose one of {known}")
-    log.info("grouped_experts: %s (%s)", chosen, reason)
-    return GROUPED_EXPERTS[chosen]
+    return GROUPED_EXPERTS[name]
