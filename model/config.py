@@ -59,6 +59,19 @@ class ComputeDtype(StrEnum):
     bf16 = "bf16"
 
 
+class KernelChoice(StrEnum):
+    """What computes: `auto` is the best that this machine has, every other name is that or an error.
+
+    `torch` needs no compiler and is the slowest; its results depend on the batch.
+    """
+
+    auto = "auto"
+    amx = "amx"
+    avx512 = "avx512"
+    avx2 = "avx2"
+    torch = "torch"
+
+
 class Family(StrEnum):
     """Whose names and configuration keys a checkpoint of the model has; see `model/families/`."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from envs.config import EnvConfig
-from model.config import ModelConfig
+from model.config import KernelChoice, ModelConfig
 from rewards.config import RewardConfig
 from rl.algorithms.config import AlgorithmConfig
 from rl.learner.config import LearnerConfig
@@ -89,9 +89,13 @@ class ParitySection:
 
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
-    """The Ray cluster: `address` None starts one on this machine and tears it down after the run."""
+    """The Ray cluster: `address` None starts one on this machine and tears it down after the run.
+
+    `kernels` is what sampler and learner compute with, on every machine of it.
+    """
 
     address: str | None = None
+    kernels: KernelChoice = KernelChoice.auto
     object_store_mb: int = 256
     start_deadline_s: float = 90.0
 
