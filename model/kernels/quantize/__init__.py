@@ -1,0 +1,1 @@
+"""fp32 to MXFP4 and back."""
