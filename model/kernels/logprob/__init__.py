@@ -1,0 +1,1 @@
+"""Logprobs of given tokens under a temperature, and entropies."""
