@@ -34,6 +34,9 @@ ATTENTION_BACKWARD = 2 * ATTENTION
 
 NORM = summed(128)
 
+LINEAR_BACKWARD = summed(40)
+"""Gradients of a dense product in its tests: sums over 21 outputs, or over 39 rows and groups at most."""
+
 ROTATION = 512 * U32 + summed(2)
 """The fp32 angle at positions below 512 is off by up to 512 u radians, and a pair is a sum of two products."""
 
@@ -60,3 +63,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     scale = expected.double().abs().max().item()
     difference = (actual.double() - expected.double()).abs().max().item()
     return difference / scale if scale else (0.0 if difference == 0.0 else math.inf)
+
+
+def attention_sums(head_dim: int, num_keys: int) -> float:
+    """Attention in another order of its sums: scores over `head_dim` terms, outputs over `num_keys`, as `ATTENTION`."""
+    return summed(head_dim) + summed(num_keys)
