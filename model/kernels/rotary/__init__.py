@@ -1,0 +1,1 @@
+"""RMSNorm of heads and rotary position embedding, in one pass."""
