@@ -13,7 +13,7 @@ Shapes: T packed tokens, D model dim, F expert dim, E experts, K experts a token
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,39 @@ def experts_forward(
     )
 
 
+class SortedRows(NamedTuple):
+    """The rows (token, rank) sorted by expert; tokens stay in order within an expert."""
+
+    order_N: torch.Tensor
+    """token * K + rank of each sorted row, int64."""
+    token_N: torch.Tensor
+    row_TK: torch.Tensor
+    """The sorted row of each choice, int64."""
+    counts: list[int]
+    """Rows of each expert."""
+
+
+def sort_rows(chosen_TK: torch.Tensor, num_experts: int) -> SortedRows:
+    """A stable sort of the choices by expert."""
+    flat_N = chosen_TK.reshape(-1)
+    order_N = torch.argsort(flat_N, stable=True)
+    row_N = torch.empty_like(order_N)
+    row_N[order_N] = torch.arange(len(order_N), device=order_N.device)
+    counts = torch.bincount(flat_N, minlength=num_experts).tolist()
+    return SortedRows(order_N, order_N // chosen_TK.shape[1], row_N.view(chosen_TK.shape), counts)
+
+
+class Gradients(NamedTuple):
+    """Of one layer; `None` where there is no bias."""
+
+    x_TD: torch.Tensor
+    gate_up_E2FD: torch.Tensor
+    down_EDF: torch.Tensor
+    weights_TK: torch.Tensor
+    gate_up_bias_E2F: torch.Tensor | None
+    down_bias_ED: torch.Tensor | None
+
+
 class _SortedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -51,62 +84,105 @@ class _SortedExperts(torch.autograd.Function):
         down_bias_ED: torch.Tensor | None,
         clamp: Clamp | None,
     ) -> torch.Tensor:
-        num_tokens, num_ranks = chosen_TK.shape
         num_experts, dim, hidden = down_EDF.shape
-        flat_N = chosen_TK.reshape(-1)
-        order_N = torch.argsort(flat_N, stable=True)
-        row_of_choice_N = torch.empty_like(order_N)
-        row_of_choice_N[order_N] = torch.arange(len(order_N), device=order_N.device)
-        token_N = order_N // num_ranks
-        counts = torch.bincount(flat_N, minlength=num_experts).tolist()
-
-        x_ND = x_TD.index_select(0, token_N)
-        h_N2F = x_ND.new_empty(len(order_N), 2 * hidden)
-        _multiply(x_ND, gate_up_E2FD, gate_up_bias_E2F, counts, out=h_N2F)
-        unit = _Swiglu() if clamp is None else _ClampedSwiglu(clamp)
+        rows = sort_rows(chosen_TK, num_experts)
+        x_ND = x_TD.index_select(0, rows.token_N)
+        h_N2F = x_ND.new_empty(len(x_ND), 2 * hidden)
+        _multiply(x_ND, gate_up_E2FD, gate_up_bias_E2F, rows.counts, out=h_N2F)
+        unit = make_unit(clamp)
         act_NF = unit.forward(h_N2F)
-        out_ND = x_ND.new_empty(len(order_N), dim)
-        _multiply(act_NF, down_EDF, down_bias_ED, counts, out=out_ND)
+        out_ND = x_ND.new_empty(len(x_ND), dim)
+        _multiply(act_NF, down_EDF, down_bias_ED, rows.counts, out=out_ND)
 
-        ctx.save_for_backward(
-            x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N
-        )
-        ctx.counts, ctx.unit = counts, unit
+        ctx.save_for_backward(x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK)
+        ctx.rows, ctx.unit = rows, unit
         ctx.has_bias = (gate_up_bias_E2F is not None, down_bias_ED is not None)
-        return _combine(out_ND, row_of_choice_N.view(num_tokens, num_ranks), weights_TK)
+        return _combine(out_ND, rows.row_TK, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_TD,) = grads
-        x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, order_N, token_N, row_of_choice_N = (
-            ctx.saved_tensors
+        x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK = ctx.saved_tensors
+        found = experts_backward(
+            grad_TD, x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, ctx.rows, ctx.unit, ctx.has_bias
         )
-        counts = ctx.counts
-        rows_TK = row_of_choice_N.view(weights_TK.shape)
-
-        grad_out_ND = grad_TD.index_select(0, token_N)
-        grad_weights_N = torch.linalg.vecdot(grad_out_ND, out_ND.to(grad_out_ND.dtype))
-        grad_weights_TK = grad_weights_N.index_select(0, row_of_choice_N).view(weights_TK.shape)
-        grad_out_ND = grad_out_ND.mul_(weights_TK.reshape(-1).index_select(0, order_N).unsqueeze(-1)).to(x_ND.dtype)
-
-        has_gate_up_bias, has_down_bias = ctx.has_bias
-        grad_down_bias_ED = _sum_rows(grad_out_ND, counts) if has_down_bias else None
-        grad_act_NF, grad_down_EDF = _multiply_backward(grad_out_ND, act_NF, down_EDF, counts)
-        grad_h_N2F = ctx.unit.backward(grad_act_NF, h_N2F)
-        grad_gate_up_bias_E2F = _sum_rows(grad_h_N2F, counts) if has_gate_up_bias else None
-        grad_x_ND, grad_gate_up_E2FD = _multiply_backward(grad_h_N2F, x_ND, gate_up_E2FD, counts)
-
-        grad_x_TD = _combine(grad_x_ND, rows_TK, None).to(x_ND.dtype)
         return (
-            grad_x_TD,
-            grad_gate_up_E2FD,
-            grad_down_EDF,
+            found.x_TD,
+            found.gate_up_E2FD,
+            found.down_EDF,
             None,
-            grad_weights_TK,
-            grad_gate_up_bias_E2F,
-            grad_down_bias_ED,
+            found.weights_TK,
+            found.gate_up_bias_E2F,
+            found.down_bias_ED,
             None,
         )
+
+
+def experts_backward(
+    grad_TD: torch.Tensor,
+    x_ND: torch.Tensor,
+    h_N2F: torch.Tensor,
+    act_NF: torch.Tensor,
+    out_ND: torch.Tensor,
+    gate_up_E2FD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    weights_TK: torch.Tensor,
+    rows: SortedRows,
+    unit: Unit,
+    has_bias: tuple[bool, bool],
+) -> Gradients:
+    """The backward of a layer whose sorted rows are given: inputs, before and after the unit, outputs unweighted.
+
+    Args:
+        grad_TD: fp32 gradient of the layer's output.
+        x_ND: Inputs; it, `h_N2F`, `act_NF` and the matrices have the compute dtype.
+        h_N2F: Before the unit, [gate | up].
+        act_NF: After it.
+        out_ND: Rows of the down product, before their weights; any dtype.
+        gate_up_E2FD: Gate rows, then up rows.
+        down_EDF: Output matrices.
+        weights_TK: fp32 factor of each choice.
+        rows: Whose rows they are.
+        unit: That has done `forward(h_N2F)`.
+        has_bias: Of gate_up, of down.
+    """
+    grad_out_ND = grad_TD.index_select(0, rows.token_N)
+    grad_weights_N = torch.linalg.vecdot(grad_out_ND, out_ND.to(grad_out_ND.dtype))
+    grad_weights_TK = grad_weights_N.index_select(0, rows.row_TK.reshape(-1)).view(weights_TK.shape)
+    grad_out_ND = grad_out_ND.mul_(weights_TK.reshape(-1).index_select(0, rows.order_N).unsqueeze(-1)).to(x_ND.dtype)
+
+    has_gate_up_bias, has_down_bias = has_bias
+    grad_down_bias_ED = _sum_rows(grad_out_ND, rows.counts) if has_down_bias else None
+    grad_act_NF, grad_down_EDF = _multiply_backward(grad_out_ND, act_NF, down_EDF, rows.counts)
+    grad_h_N2F = unit.backward(grad_act_NF, h_N2F)
+    grad_gate_up_bias_E2F = _sum_rows(grad_h_N2F, rows.counts) if has_gate_up_bias else None
+    grad_x_ND, grad_gate_up_E2FD = _multiply_backward(grad_h_N2F, x_ND, gate_up_E2FD, rows.counts)
+
+    return Gradients(
+        _combine(grad_x_ND, rows.row_TK, None).to(x_ND.dtype),
+        grad_gate_up_E2FD,
+        grad_down_EDF,
+        grad_weights_TK,
+        grad_gate_up_bias_E2F,
+        grad_down_bias_ED,
+    )
+
+
+class Unit(Protocol):
+    """The gated unit of sorted rows and its gradient."""
+
+    def forward(self, h_N2F: torch.Tensor) -> torch.Tensor:
+        """[N, F]."""
+        ...
+
+    def backward(self, grad_NF: torch.Tensor, h_N2F: torch.Tensor) -> torch.Tensor:
+        """[N, 2F], of the rows that `forward` had; `grad_NF` may be overwritten."""
+        ...
+
+
+def make_unit(clamp: Clamp | None) -> Unit:
+    """`reference.gated_unit` for one forward and its backward."""
+    return _Swiglu() if clamp is None else _ClampedSwiglu(clamp)
 
 
 class _Swiglu:
