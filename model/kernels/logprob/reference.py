@@ -7,8 +7,8 @@
 
 An integer sum is exact, so a row's logprobs depend on its logits and its temperature alone, and a sampler that walks
 the vocabulary in another order still has the same distribution. What is cut off is below 2^-45 of the largest weight a
-token, 2^-27 of the sum at most. Differs from `torch.log_softmax` by rounding only. A row with a logit that is not finite,
-or whose largest logit is not finite after the division, has NaN.
+token, 2^-27 of the sum at most. Differs from `torch.log_softmax` by rounding only. A row with a logit that is not
+finite, or whose largest logit is not finite after the division, has NaN.
 
 Shapes: R rows, V vocabulary.
 """
@@ -78,7 +78,7 @@ def _integers(weights_RV: torch.Tensor) -> torch.Tensor:
 
 
 def _exp(distances_RV: torch.Tensor) -> torch.Tensor:
-    """e^x = 2^n e^r with r = x - n ln 2 (ln 2 in two parts) and Cephes' polynomial: off by 2 units in the last place."""
+    """e^x = 2^n e^r with r = x - n ln 2 (ln 2 in two parts) and Cephes' polynomial, to 2 units in the last place."""
     x_RV = distances_RV.clamp_min(_LOWEST)
     n_RV = (x_RV * 1.44269504088896341).round()
     r_RV = (x_RV - n_RV * 0.693359375) - n_RV * -2.12194440e-4
