@@ -1,0 +1,1 @@
+"""From router logits to the choice of experts and their weights."""
