@@ -85,3 +85,8 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     difference = (actual.double() - expected.double()).square().mean().sqrt().item()
     scale = expected.double().square().mean().sqrt().item()
     return difference / scale if scale else (0.0 if difference == 0.0 else math.inf)
+
+
+ATTENTION_BF16_WEIGHTS = 2 * U16
+"""Attention that rounds the softmax's weights to bf16 for its product, and its output. Each is off by at most U16 / 2 of
+a term; the terms of an output sum in magnitude to at most the largest value, up to 3 times the largest output here."""
