@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from model import mxfp4
 from model.kernels.cpu.build import KernelError
 from model.kernels.cpu.isa import available_isas
+from model.kernels.grouped_experts.cpu import GroupedExperts
 from model.kernels.quantize import reference
 from model.kernels.quantize.cpu import Quantize
 from model.mxfp4 import MXFP4Error, ScaleRule
@@ -144,7 +145,7 @@ def test_the_tiles_of_the_definition_are_those_of_the_contract():
     """Word for word what `cpu/gemm.h` says: nibble j of word 2 n + c of load g is k = 2 (4 g + j) + c."""
     blocks = torch.randint(0, 256, (2, 21, 3, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(6))
     scales = torch.randint(0, 256, (2, 21, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
-    codes, tile_scales = reference.tile(blocks, scales)
+    codes, tile_scales, _ = reference.tile(blocks, scales)
     assert codes.shape == (2, 2, 3, 256)
     words = codes.view(torch.int16).view(2, 2, 3, 4, 32).to(torch.int32)
     for n in range(32):
@@ -166,12 +167,38 @@ def test_both_layouts_in_one_pass(isa, shape):
         blocks, scales = mxfp4.quantize(w, **options)
         assert torch.equal(packed.blocks, blocks)
         assert torch.equal(packed.scales, scales)
-        codes, tile_scales = reference.tile(blocks, scales)
-        assert torch.equal(packed.tile_codes, codes)
-        assert torch.equal(packed.tile_scales, tile_scales)
-        again = Quantize(isa).tile(blocks, scales)
-        assert torch.equal(again[0], codes)
-        assert torch.equal(again[1], tile_scales)
+        for tiles in (packed[2:], Quantize(isa).tile(blocks, scales)):
+            for found, expected in zip(tiles, reference.tile(blocks, scales), strict=True):
+                assert found.dtype == expected.dtype
+                assert torch.equal(found, expected)
+
+
+@each_isa
+def test_tiles_are_those_of_the_grouped_experts(isa):
+    generator = torch.Generator().manual_seed(9)
+    w = torch.randn(3, 37, 96, generator=generator)
+    w[1, 4] *= 1e-38  # scale byte 0
+    w[2, 20, :32] = 0.0
+    packed = Quantize(isa).pack(w)
+    experts = GroupedExperts(isa).pack_matrix(packed.blocks, packed.scales)
+    assert torch.equal(packed.tile_codes, experts.codes_ESB)
+    assert torch.equal(packed.tile_scales, experts.scales_ESB)
+    assert torch.equal(packed.extreme, experts.extreme_ES)
+    assert packed.extreme.tolist() == [[0, 0, 0], [1, 0, 0], [0, 0, 0]]
+
+
+@each_isa
+@pytest.mark.parametrize("row", [0, 15, 18])
+def test_extreme_strips_of_every_scale_byte(isa, row):
+    scales = torch.full((256, 19, 2), 100, dtype=torch.uint8)
+    scales[:, row, 1] = torch.arange(256, dtype=torch.uint8)
+    for codes, outside in ((0x10, {0, 1, 253, 254, 255}), (0x88, {255}), (0, {255})):
+        blocks = torch.zeros(256, 19, 2, 16, dtype=torch.uint8)
+        blocks[:, row, 1, 9] = codes
+        extreme = Quantize(isa).tile(blocks, scales)[2]
+        assert torch.equal(extreme, reference.tile(blocks, scales)[2])
+        assert set(extreme[:, row // 16].nonzero().flatten().tolist()) == outside
+        assert not extreme[:, 1 - row // 16].any()
 
 
 @each_isa

@@ -1,6 +1,7 @@
 // fp32 to MXFP4 and back; the bytes of `model.mxfp4`. A block is read once, by one thread.
 #include <algorithm>
 
+#include "packed_mxfp4.h"
 #include "simd.h"
 
 namespace {
@@ -153,10 +154,25 @@ inline void tile_rows(const uint8_t* blocks, int64_t stride, uint8_t* tile) {
   }
 }
 
-// Blocks [first, last) of a strip's `rows` <= 16 rows, `row_blocks` blocks apart.
-void tile_strip(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_codes, uint8_t* tile_scales, int64_t rows,
+// Whether a scale of a tile calls for products in fp32 (`Mxfp4Strip::extreme`).
+bool any_extreme(const uint8_t* blocks, int64_t stride, const uint8_t* scales, int64_t rows) {
+  const __m128i above = _mm_subs_epu8(_mm_sub_epi8(_mm_loadu_si128((const __m128i*)scales), _mm_set1_epi8(2)),
+                                      _mm_set1_epi8(char(250)));  // 0 for bytes 2..252
+  if (_mm_testz_si128(above, above)) return false;
+  bool extreme = false;
+  for (int64_t row = 0; row < rows; ++row) {
+    uint64_t half[2];
+    std::memcpy(half, blocks + row * stride, sizeof half);
+    extreme |= is_extreme(half[0], half[1], scales[row]);
+  }
+  return extreme;
+}
+
+// Blocks [first, last) of a strip's `rows` <= 16 rows, `row_blocks` blocks apart; whether one is extreme.
+bool tile_strip(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_codes, uint8_t* tile_scales, int64_t rows,
                 int64_t row_blocks, int64_t first, int64_t last) {
   alignas(32) uint8_t padded[kTileBytes] = {};
+  bool extreme = false;
   for (int64_t block = first; block < last; ++block) {
     const uint8_t* source = blocks + kBlockBytes * block;
     int64_t stride = kBlockBytes * row_blocks;
@@ -171,7 +187,9 @@ void tile_strip(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_code
     tile_rows(source + 8 * stride, stride, tile_codes + kTileBytes * block + 32);
     uint8_t* beside = tile_scales + kStrip * block;
     for (int64_t row = 0; row < kStrip; ++row) beside[row] = row < rows ? scales[row * row_blocks + block] : 0;
+    extreme |= any_extreme(source, stride, beside, rows);
   }
+  return extreme;
 }
 
 }  // namespace
@@ -189,16 +207,18 @@ extern "C" uint32_t quantize(const float* w, const uint8_t* previous, uint8_t* b
   return largest;
 }
 
-// The tiles of `matrices` matrices of `rows` rows, from their bytes; with `w`, the bytes are written first.
+// The tiles of `matrices` matrices of `rows` rows, as `PackedMxfp4` holds them, from their bytes; with `w`, those are
+// written first.
 extern "C" uint32_t quantize_tiles(const float* w, const uint8_t* previous, uint8_t* blocks, uint8_t* scales,
-                                   uint8_t* tile_codes, uint8_t* tile_scales, int64_t matrices, int64_t rows,
-                                   int64_t row_blocks, uint32_t carry) {
+                                   uint8_t* tile_codes, uint8_t* tile_scales, uint8_t* extreme, int64_t matrices,
+                                   int64_t rows, int64_t row_blocks, uint32_t carry) {
   const int64_t strips = (rows + kStrip - 1) / kStrip;
   uint32_t largest = 0;
 #pragma omp parallel for schedule(static) reduction(max : largest) if (matrices * rows * row_blocks > kThreadsFrom)
   for (int64_t strip = 0; strip < matrices * strips; ++strip) {
     const int64_t first_row = strip % strips * kStrip, here = std::min(kStrip, rows - first_row);
     const int64_t offset = (strip / strips * rows + first_row) * row_blocks;  // in blocks
+    bool any = false;
     for (int64_t start = 0; start < row_blocks; start += kSegment) {
       const int64_t count = std::min(kSegment, row_blocks - start);
       for (int64_t row = 0; w && row < here; ++row) {
@@ -206,9 +226,10 @@ extern "C" uint32_t quantize_tiles(const float* w, const uint8_t* previous, uint
         largest = std::max(largest, quantize_blocks(w + kBlock * at, carry, previous ? previous + at : nullptr,
                                                     blocks + kBlockBytes * at, scales + at, count));
       }
-      tile_strip(blocks + kBlockBytes * offset, scales + offset, tile_codes + kTileBytes * strip * row_blocks,
-                 tile_scales + kStrip * strip * row_blocks, here, row_blocks, start, start + count);
+      any |= tile_strip(blocks + kBlockBytes * offset, scales + offset, tile_codes + kTileBytes * strip * row_blocks,
+                        tile_scales + kStrip * strip * row_blocks, here, row_blocks, start, start + count);
     }
+    extreme[strip] = any;
   }
   return largest;
 }

@@ -35,6 +35,8 @@ class Packed(NamedTuple):
     """uint8 [..., S, K/32, 256], of `cpu/gemm.h`."""
     tile_scales: torch.Tensor
     """uint8 [..., S, K/32, 16]."""
+    extreme: torch.Tensor
+    """uint8 [..., S]: 1 where a strip's products are taken in fp32 (`Mxfp4Strip`)."""
 
 
 class Quantize:
@@ -44,7 +46,7 @@ class Quantize:
         library = load(_SOURCE, isa)
         self._quantize, self._tiles = library.quantize, library.quantize_tiles
         self._quantize.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64, ctypes.c_uint32]
-        self._tiles.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64] * 3 + [ctypes.c_uint32]
+        self._tiles.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 3 + [ctypes.c_uint32]
         self._quantize.restype = self._tiles.restype = ctypes.c_uint32
         self._dequantize = {torch.float32: library.dequantize_fp32, torch.bfloat16: library.dequantize_bf16}
         for run in self._dequantize.values():
@@ -96,12 +98,12 @@ class Quantize:
             mxfp4.quantize(w, rule=rule, name=name)
         return packed
 
-    def tile(self, blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def tile(self, blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As `reference.tile`. Raises MXFP4Error when the two do not belong together."""
         mxfp4.check_packed("tile", blocks, scales)
         packed = self._empty_tiles(blocks.contiguous(), scales.contiguous())
         self._run_tiles(packed, None, None, ScaleRule.EVEN)
-        return packed.tile_codes, packed.tile_scales
+        return packed[2:]
 
     def dequantize(
         self, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
@@ -119,7 +121,8 @@ class Quantize:
     def _empty_tiles(blocks: torch.Tensor, scales: torch.Tensor) -> Packed:
         *lead, num_rows, num_blocks = scales.shape
         tiles = (*lead, -(-num_rows // STRIP), num_blocks)
-        return Packed(blocks, scales, blocks.new_empty(*tiles, TILE_BYTES), blocks.new_empty(*tiles, STRIP))
+        empty = (blocks.new_empty(shape) for shape in ((*tiles, TILE_BYTES), (*tiles, STRIP), tiles[:-1]))
+        return Packed(blocks, scales, *empty)
 
     def _run_tiles(self, packed: Packed, w: torch.Tensor | None, previous: torch.Tensor | None, rule: ScaleRule) -> int:
         *lead, num_rows, num_blocks = packed.scales.shape

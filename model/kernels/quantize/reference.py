@@ -17,12 +17,13 @@ STRIP = 16
 TILE_BYTES = STRIP * BLOCK_BYTES
 
 
-def tile(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def tile(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Canonical bytes (uint8 [..., N, K/32, 16] and [..., N, K/32]) in the layout of `cpu/gemm.h`.
 
     Returns:
-        codes, uint8 [..., S, K/32, 256], and scales, uint8 [..., S, K/32, 16]; rows beyond N are zeros, scaled by
-        2^-127 as every block of zeros.
+        codes, uint8 [..., S, K/32, 256], and scales, uint8 [..., S, K/32, 16], with zeros in rows beyond N; and the
+        extreme strips, uint8 [..., S]: 1 where a scale byte is 255, or lies outside 2..252 and its block is not all
+        zeros.
     """
     *lead, num_rows, num_blocks = scales.shape
     num_strips = -(-num_rows // STRIP)
@@ -36,4 +37,6 @@ def tile(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torc
     pairs = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)  # the two bytes of a 16-bit word
     codes = pairs.movedim(len(lead) + 1, -3).reshape(*lead, num_strips, num_blocks, TILE_BYTES)
     tile_scales = padded_scales.view(*lead, num_strips, STRIP, num_blocks).transpose(-1, -2).contiguous()
-    return codes.contiguous(), tile_scales
+    outside = ((padded_scales < 2) | (padded_scales > 252)) & (padded & 0x77).any(-1)
+    extreme = (outside | (padded_scales == 255)).view(*lead, num_strips, STRIP * num_blocks).any(-1)
+    return codes.contiguous(), tile_scales, extreme.byte()
