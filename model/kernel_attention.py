@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from model.kernels.attention.cpu import PagedAttention
-from model.kernels.attention.reference import Pages, PageTable
+from model.kernels.attention.reference import Attention, Pages, PageTable
 from model.packed_attention import AttentionError, PackedAttention, sequence_lengths
 
 
@@ -28,7 +27,7 @@ class KernelAttention:
     """
 
     def __init__(
-        self, cu_seqlens: torch.Tensor | Sequence[int], kernel: PagedAttention, *, keeps_keys: bool = False
+        self, cu_seqlens: torch.Tensor | Sequence[int], kernel: Attention, *, keeps_keys: bool = False
     ) -> None:
         self.keeps_keys = keeps_keys
         self.kernel = kernel

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -125,7 +125,23 @@ class PackedTensor:
         return self.payload.nbytes + self.scales.nbytes
 
 
-def publish_tensor(name: str, master: torch.Tensor) -> PackedTensor:
+class Quantizer(Protocol):
+    """`model.mxfp4.quantize`, or a kernel that writes the same bytes."""
+
+    def __call__(self, w: torch.Tensor, *, rule: ScaleRule, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks and scale bytes."""
+        ...
+
+
+class Dequantizer(Protocol):
+    """`model.mxfp4.dequantize`, or a kernel that reads the same values."""
+
+    def __call__(self, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[..., K] in fp32 or bf16."""
+        ...
+
+
+def publish_tensor(name: str, master: torch.Tensor, quantizer: Quantizer = quantize) -> PackedTensor:
     """The published bytes of one fp32 master.
 
     Raises:
@@ -137,7 +153,7 @@ def publish_tensor(name: str, master: torch.Tensor) -> PackedTensor:
         raise SnapshotError(f"{name}: published from the fp32 master only, got {master.dtype}; keep masters in fp32")
     master = master.detach()
     if format is Format.MXFP4:
-        blocks, scales = quantize(master, rule=_RULE, name=name)
+        blocks, scales = quantizer(master, rule=_RULE, name=name)
         payload, scale_bytes = blocks.cpu().numpy(), scales.cpu().numpy()
     else:
         if not _may_be_published(name, master):
@@ -157,15 +173,17 @@ def _may_be_published(name: str, master: torch.Tensor) -> bool:
     return bool(master.isfinite().all())
 
 
-def published_view(masters: Mapping[str, torch.Tensor]) -> dict[str, PackedTensor]:
+def published_view(masters: Mapping[str, torch.Tensor], quantizer: Quantizer = quantize) -> dict[str, PackedTensor]:
     """The published bytes of every parameter. The one place that decides what the policy is."""
-    return {name: publish_tensor(name, master) for name, master in masters.items()}
+    return {name: publish_tensor(name, master, quantizer) for name, master in masters.items()}
 
 
-def view(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def view(
+    packed: PackedTensor, dtype: torch.dtype = torch.float32, dequantizer: Dequantizer = dequantize
+) -> torch.Tensor:
     """The values of published bytes, as a new tensor in fp32 or bf16; what is published in fp32 stays fp32."""
     if packed.format is Format.MXFP4:
-        return dequantize(as_tensor(packed.payload), as_tensor(packed.scales), dtype).view(packed.shape)
+        return dequantizer(as_tensor(packed.payload), as_tensor(packed.scales), dtype).view(packed.shape)
     plain = as_tensor(packed.payload).view(PLAIN_DTYPES[packed.format]).view(packed.shape)
     return plain.to(torch.float32 if packed.format is Format.FP32 else dtype, copy=True)
 

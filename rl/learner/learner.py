@@ -20,7 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_model, save_model
-from model.config import ModelConfig
+from model.config import KernelChoice, ModelConfig
+from model.kernels.dispatch import resolve_kernels
 from model.moe_losses import dispatch_totals, load_balancing_loss, router_sums, router_z_loss
 from model.snapshot import WeightSnapshot
 from rl.algorithms.base import Algorithm
@@ -49,6 +50,7 @@ class LearnerSpec:
     micro_batch_tokens: int
     load_balance_coef: float
     router_z_coef: float
+    kernels: KernelChoice = KernelChoice.auto
 
     @classmethod
     def of(cls, config: RunConfig, *, model: ModelConfig, start: Path, num_threads: int) -> LearnerSpec:
@@ -64,6 +66,7 @@ class LearnerSpec:
                 zero_stage=settings.zero_stage,
             ),
             start=start.resolve(),
+            kernels=config.cluster.kernels,
             num_threads=num_threads,
             micro_batch_tokens=settings.micro_batch_tokens,
             load_balance_coef=config.algorithm.load_balance_coef,
@@ -92,7 +95,8 @@ class Learner:
     def __init__(self, spec: LearnerSpec, rendezvous: Rendezvous):
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
-        self._policy = PublishedPolicy(spec.model)
+        self._kernels = resolve_kernels(spec.kernels)
+        self._policy = PublishedPolicy(spec.model, self._kernels)
         self._engine = DeepSpeedEngine(self._policy, spec.optimizer, rendezvous)
         self._engine.restore(_prefixed(load_model(spec.start).masters()), {}, 0)
         self._policy.refresh()
@@ -104,9 +108,11 @@ class Learner:
         entropy_sum = 0.0
         for batch in micro_batches(samples, self._spec.micro_batch_tokens):
             out = self._policy(batch)
-            logprobs_RV = _log_softmax(out, batch)
-            entropy_sum -= float((logprobs_RV.exp() * logprobs_RV).sum())
-            reports += _sample_parities(batch, _chosen(logprobs_RV, batch), out.routes_TLK)
+            logprobs_R, entropies_R = self._kernels.logprobs_with_entropies(
+                out.logits_RV, batch.target_ids_R, batch.temperatures_R
+            )
+            entropy_sum += float(entropies_R.sum())
+            reports += _sample_parities(batch, logprobs_R, out.routes_TLK)
         return ParityReport.of(reports, entropy_sum=entropy_sum)
 
     def update(
@@ -126,7 +132,7 @@ class Learner:
         loss_sum = 0.0
         for batch in micro_batches(samples, self._spec.micro_batch_tokens):
             out = self._engine.forward(batch)
-            loss = -_chosen(_log_softmax(out, batch), batch).sum() / num_tokens
+            loss = -self._logprobs(out, batch).sum() / num_tokens
             self._engine.backward(loss + self._router_loss(out, batch, num_packed)[0])
             loss_sum += float(loss.detach())
         self._step(lr)
@@ -170,13 +176,17 @@ class Learner:
         num_packed = sum(sample.num_tokens for sample in samples)
         for batch in micro_batches(samples, self._spec.micro_batch_tokens):
             out = self._engine.forward(batch)
-            logprobs_R = _chosen(_log_softmax(out, batch), batch)
+            logprobs_R = self._logprobs(out, batch)
             token_loss = algorithm.token_loss(logprobs_R, batch.behavior_logprobs_R, batch.advantages_R)
             policy_loss = token_loss.loss_R.sum() / num_tokens
             router_loss, balance, router_z_loss = self._router_loss(out, batch, num_packed)
             self._engine.backward(policy_loss + router_loss)
             totals.add(batch, out, policy_loss, balance, router_z_loss, token_loss.clipped_R, logprobs_R.detach())
         totals.add_step(self._step(lr), num_tokens)
+
+    def _logprobs(self, out: PolicyOutput, batch: Batch) -> torch.Tensor:
+        """Logprob of each trainable token at the temperature it was sampled at, as the behavior logprobs are."""
+        return self._kernels.logprobs(out.logits_RV, batch.target_ids_R, batch.temperatures_R)
 
     def _step(self, lr: float) -> float:
         grad_norm = self._engine.step(lr)
@@ -249,16 +259,6 @@ class _Totals:
             grad_norm=self._sums["grad_norm"] / self.num_steps,
             expert_load_LE=self._load_LE / self._load_LE.sum(axis=1, keepdims=True),
         )
-
-
-def _log_softmax(out: PolicyOutput, batch: Batch) -> torch.Tensor:
-    """Logprobs at the temperature that each token was sampled at, which the behavior logprobs are of."""
-    return torch.log_softmax(out.logits_RV / batch.temperatures_R[:, None], dim=-1)
-
-
-def _chosen(logprobs_RV: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Logprob of each trainable token."""
-    return logprobs_RV.gather(1, batch.target_ids_R[:, None])[:, 0]
 
 
 def _sample_parities(batch: Batch, logprobs_R: torch.Tensor, routes_TLK: torch.Tensor) -> list[SampleParity]:

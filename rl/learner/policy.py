@@ -1,7 +1,8 @@
 """The policy as the learner sees it: fp32 masters, read only through their published view.
 
-`refresh` quantizes every master once an optimizer step; the forward reads those dequantized bytes with a
-straight-through gradient, and `snapshot` publishes the same bytes. What is trained on is what is published.
+`refresh` quantizes every master once an optimizer step; the forward reads those bytes with the kernels that a sampler
+runs, its gradient goes straight through to the masters, and `snapshot` publishes the same bytes. What is trained on is
+what is published.
 
 Shapes: T packed tokens, R rows whose next token is trained, V vocabulary, L layers, K experts of a token, E experts.
 """
@@ -16,8 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from model.attention import Attend
+from model.binding import Binder
 from model.config import ModelConfig
-from model.layers import TORCH_DTYPE, project_logits
+from model.kernel_attention import KernelAttention
+from model.kernels.dispatch import Kernels
+from model.layers import TORCH_DTYPE
 from model.packed_attention import PackedAttention
 from model.snapshot import (
     PackedTensor,
@@ -46,9 +51,11 @@ class PolicyOutput:
 class PublishedPolicy(nn.Module):
     """A transformer whose forward reads the published view of its parameters."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, kernels: Kernels):
         super().__init__()
         self.model = Transformer(config)
+        self._kernels = kernels
+        self._binder = None if kernels.layers is None else Binder(config, kernels.layers)
         self._dtype = TORCH_DTYPE[config.compute_dtype]
         self._packed: dict[str, PackedTensor] = {}
         self._views: dict[str, torch.Tensor] = {}
@@ -57,16 +64,19 @@ class PublishedPolicy(nn.Module):
     @torch.no_grad()
     def refresh(self) -> None:
         """Requantize every master; call after each change of the masters."""
-        self._packed = published_view(dict(self.model.named_parameters()))
-        self._views = {name: view(packed, self._dtype) for name, packed in self._packed.items()}
+        self._packed = published_view(dict(self.model.named_parameters()), self._kernels.quantize)
+        self._views = {
+            name: view(packed, self._dtype, self._kernels.dequantize) for name, packed in self._packed.items()
+        }
+        if self._binder is not None:
+            self._binder.bind(self.model, self._packed)
 
     def forward(self, batch: Batch) -> PolicyOutput:
         """Run the packed batch; only `batch.rows_R` are projected to the vocabulary."""
         weights = self._readable()
-        attend = PackedAttention(batch.cu_seqlens)
-        out = torch.func.functional_call(self.model, weights, (batch.ids_T, batch.positions_T, attend))
+        out = torch.func.functional_call(self.model, weights, (batch.ids_T, batch.positions_T, self._attend(batch)))
         return PolicyOutput(
-            logits_RV=project_logits(out.hidden_TD[batch.rows_R], weights[self.model.output_name]),
+            logits_RV=self.model.logits(out.hidden_TD[batch.rows_R], weights[self.model.output_name]),
             routes_TLK=out.routes_TLK,
             router_logits_TE=out.router_logits_TE,
         )
@@ -90,6 +100,12 @@ class PublishedPolicy(nn.Module):
             elif not torch.equal(other := torch.from_numpy(running[name].copy()), own := viewed.float()):
                 differences[name] = float((other - own).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).max())
         return differences
+
+    def _attend(self, batch: Batch) -> Attend:
+        """Attention within the sequences; with kernels, what an engine computes on its cache, latents included."""
+        if self._binder is None:
+            return PackedAttention(batch.cu_seqlens)
+        return KernelAttention(batch.cu_seqlens, self._kernels.attention, keeps_keys=True)
 
     def _readable(self) -> dict[str, torch.Tensor]:
         """The views, with the gradient going straight through to the masters."""

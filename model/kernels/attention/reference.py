@@ -12,7 +12,7 @@ d head dim of queries and keys, e head dim of values, S slots, B pages of the lo
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -88,3 +88,25 @@ def paged_attention(
         outs.append(torch.einsum("hmc,che->mhe", weights_HMC, v_CHe))
         first += count
     return torch.cat(outs).to(q_THd.dtype)
+
+
+class Attention(Protocol):
+    """Both operations of one backend: `write` and, as a call, `paged_attention`."""
+
+    def write(self, pages: Pages, slots_T: torch.Tensor, x_TGd: torch.Tensor) -> None:
+        """Store keys or values."""
+        ...
+
+    def __call__(
+        self,
+        q_THd: torch.Tensor,
+        keys: Pages,
+        values: Pages,
+        table: PageTable,
+        *,
+        scale: float,
+        window: int = 0,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Outputs [T, H, e]."""
+        ...

@@ -44,7 +44,9 @@ def _compiler() -> tuple[str, str]:
     """Path and version line of the compiler."""
     path = shutil.which(COMPILER)
     if path is None:
-        raise KernelError(f"cpu kernels: need {COMPILER} to be built, got none; install it, or use kernels=eager")
+        raise KernelError(
+            f"cpu kernels: need {COMPILER} to be built, got none; install it, or set cluster.kernels=torch"
+        )
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S).stdout
     return path, version.splitlines()[0]
 
@@ -82,7 +84,7 @@ def _compile(compiler: str, source: Path, flags: tuple[str, ...], library: Path)
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise KernelError(
                 f"cpu kernels: {source.parent.name}/{source.name} must compile, got {' '.join(errors[:1])!r}; "
-                f"use g++ 11 or newer, or kernels=eager"
+                f"use g++ 11 or newer, or cluster.kernels=torch"
             )
         os.replace(partial, library)
     finally:

@@ -46,7 +46,7 @@ def machine_isa() -> Isa:
     library = ctypes.CDLL(str(build(_FOLDER / "isa.cpp", ())))
     level = library.isa_level()
     if level == 0:
-        raise KernelError("cpu kernels: need AVX2 and FMA, got a processor without them; use kernels=eager")
+        raise KernelError("cpu kernels: need AVX2 and FMA, got a processor without them; set cluster.kernels=torch")
     return list(Isa)[level - 1]
 
 

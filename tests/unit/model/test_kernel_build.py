@@ -59,7 +59,7 @@ def test_source_that_does_not_compile_is_one_line_and_leaves_nothing(source):
 
 def test_without_a_compiler_the_error_says_what_to_install(source, monkeypatch):
     monkeypatch.setenv("PATH", str(Path("/nonexistent")))
-    with pytest.raises(KernelError, match=r"need g\+\+ to be built, got none; install it, or use"):
+    with pytest.raises(KernelError, match=r"need g\+\+ to be built, got none; install it, or set cluster.kernels=torch"):
         build(source, ())
 
 
