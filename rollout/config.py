@@ -1,4 +1,4 @@
-"""Settings of the rollout workers (values in `conf/`, defaults here only)."""
+"""Rollout settings (Hydra structured config; defaults here only)."""
 
 from __future__ import annotations
 
@@ -42,3 +42,80 @@ class RolloutConfig:
     min_valid_frac: float = 0.5
     round_deadline_s: float = 600.0
     chat_format: ChatFormat = ChatFormat.native
+
+
+class EngineConfigError(ValueError):
+    """Engine settings that cannot be carried out."""
+
+
+class Precision(StrEnum):
+    """Which reading of a checkpoint the engine computes with.
+
+    `mxfp4` is what a run publishes: experts in MXFP4, the rest in bf16. `bf16` rounds every tensor to bf16; `fp32`
+    keeps the stored values.
+    """
+
+    mxfp4 = "mxfp4"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class KvDtype(StrEnum):
+    """How keys and values are kept: in the compute dtype (`auto`), in bf16, or in 8 bits with a scale a head."""
+
+    auto = "auto"
+    bf16 = "bf16"
+    int8 = "int8"
+    fp8 = "fp8"
+
+
+class LoadMode(StrEnum):
+    """How a checkpoint's weights come into memory: all of them at once, or expert by expert when they are needed."""
+
+    eager = "eager"
+    mmap = "mmap"
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs.
+
+    At most `max_batch_size` requests decode together, each of at most `max_seq_len` positions; a step computes at most
+    `max_tokens_per_step` tokens, so long prompts are computed in chunks beside the decoding ones. `memory_bytes`
+    bounds the cache of keys and values (0: enough for a full batch of the longest sequences). `share_prefixes` lets
+    requests use the pages of others that begin alike. `seed` keys the requests of `Engine.generate`.
+    """
+
+    precision: Precision = Precision.mxfp4
+    max_batch_size: int = 64
+    max_seq_len: int = 4096
+    max_tokens_per_step: int = 2048
+    kv_dtype: KvDtype = KvDtype.auto
+    memory_bytes: int = 0
+    page_size: int = 16
+    share_prefixes: bool = True
+    load: LoadMode = LoadMode.eager
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    seed: int = 0
+
+    def validate(self) -> None:
+        """Raise EngineConfigError with one line for the first setting that cannot be carried out."""
+        for name in ("max_batch_size", "max_seq_len", "page_size"):
+            if getattr(self, name) < 1:
+                raise EngineConfigError(f"engine.{name}: must be at least 1, got {getattr(self, name)}; raise it")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise EngineConfigError(
+                    f"engine.{name}: an engine runs on one device, got {getattr(self, name)}; set it to 1 and start "
+                    "one engine for each device"
+                )
+        if self.max_tokens_per_step < self.max_batch_size:
+            raise EngineConfigError(
+                f"engine.max_tokens_per_step: must hold one token of each of max_batch_size={self.max_batch_size} "
+                f"requests, got {self.max_tokens_per_step}; raise it or lower max_batch_size"
+            )
+        if self.memory_bytes < 0:
+            raise EngineConfigError(
+                f"engine.memory_bytes: must not be negative, got {self.memory_bytes}; 0 is no bound"
+            )

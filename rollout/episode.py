@@ -144,14 +144,17 @@ class _History:
             self.pending = span
 
     def add_turn(self, generation: Generation, params: SamplingParams, message: Message) -> None:
-        sampled = TokenSpan(
-            origin=SpanOrigin.SAMPLED,
-            ids=generation.ids,
-            sampled_by=SampledBy(
-                logprobs_T=generation.logprobs_T, weight_version=generation.weight_version, params=params
-            ),
-        )
-        spans = [sampled] if self.pending is None else [self.pending, sampled]
+        sampled = [
+            TokenSpan(
+                origin=SpanOrigin.SAMPLED,
+                ids=generation.ids[start:end],
+                sampled_by=SampledBy(
+                    logprobs_T=generation.logprobs_T[start:end], weight_version=version, params=params
+                ),
+            )
+            for start, end, version in generation.version_runs()
+        ]
+        spans = sampled if self.pending is None else [self.pending, *sampled]
         self.pending = None
         self.ids += generation.ids
         self.turns.append((spans, message, ()))
@@ -162,7 +165,7 @@ class _History:
             self.routes = []
             raise TrajectoryError(
                 f"routes: one row a computed token, got {num_rows} for {len(self.ids) - 1} tokens after turn "
-                f"{len(self.turns)}; weights must not change, nor a session be closed, within an episode"
+                f"{len(self.turns)}; a session must not be closed within its episode"
             )
 
     def observe(self, observations: tuple[Message, ...]) -> None:

@@ -119,10 +119,20 @@ class SpanOrigin(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens were chosen. `temperature` 0 is greedy decoding."""
+    """How tokens are chosen, and when to stop.
+
+    `temperature` 0 is greedy decoding. Sampled is from the `top_k` likeliest tokens (0: all), of those from the fewest
+    that together have `top_p` of the probability, of those from the ones with `min_p` times the largest probability.
+    A generation ends with one of `stop_ids` (beside the sampler's own), or when its text contains one of `stop`.
+    """
 
     temperature: float = 1.0
     max_tokens: int = 64
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -131,6 +141,19 @@ class SamplingParams:
             )
         if self.max_tokens < 1:
             raise TrajectoryError(f"max_tokens: must be at least 1, got {self.max_tokens}; raise the limit")
+        if self.top_k < 0:
+            raise TrajectoryError(f"top_k: must not be negative, got {self.top_k}; use 0 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise TrajectoryError(f"top_p: must be above 0 and at most 1, got {self.top_p}; use 1 for all tokens")
+        if not 0 <= self.min_p <= 1:
+            raise TrajectoryError(f"min_p: must lie in 0..1, got {self.min_p}; use 0 for all tokens")
+        if "" in self.stop:
+            raise TrajectoryError("stop: a stop string must have text, got an empty one; leave it out")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens are never sampled."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,8 +416,11 @@ class SampleRequest:
 class Generation:
     """What a sampler returns for one request.
 
-    `routes_TLK` covers every token the engine computed since the session's last call, in order: the part of the
-    prompt that was new, then all sampled ids but the last.
+    `logprobs_T` are of the distribution sampled from, `model_logprobs_T` of the model's own: all tokens at temperature
+    1 (`None` of a sampler without a model). `routes_TLK` covers every token since the session's last call, in order:
+    the part of the prompt that was new, then all sampled ids but the last; where the sampler found a token's keys in
+    its cache, or computed them again, the rows are those of the first time. `weight_version` sampled the first id; at
+    each (index, version) of `weight_changes` another version went on.
     """
 
     ids: tuple[int, ...]
@@ -402,6 +428,15 @@ class Generation:
     routes_TLK: npt.NDArray[np.uint8]
     finish: FinishReason
     weight_version: WeightVersion
+    weight_changes: tuple[tuple[int, WeightVersion], ...] = ()
+    model_logprobs_T: npt.NDArray[np.float32] | None = None
+
+    def version_runs(self) -> Iterator[tuple[int, int, WeightVersion]]:
+        """(start, end, version) of each run of ids that one version sampled."""
+        starts = [(0, self.weight_version), *self.weight_changes]
+        ends = [*(start for start, _ in self.weight_changes), len(self.ids)]
+        for (start, version), end in zip(starts, ends, strict=True):
+            yield start, end, version
 
 
 class Sampler(Protocol):

@@ -1,7 +1,7 @@
 """A rollout worker: one engine, one environment factory, and the episodes that run on them.
 
-A plain class; `rollout.actor` puts it into a Ray process. The batch of episodes runs as coroutines in lockstep
-(`rollout.engine.scheduler`); episodes that infrastructure broke are run again, the same job with the same seed.
+A plain class; `rollout.actor` puts it into a Ray process. The episodes of a batch are coroutines that share the engine
+(`rollout.engine.sampler`); episodes that infrastructure broke are run again, the same job with the same seed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from envs.config import EnvConfig
 from envs.registry import build_factory
 from model.config import ModelConfig
 from model.snapshot import WeightSnapshot
-from rollout.config import ChatFormat
+from rollout.config import ChatFormat, EngineConfig
 from rollout.engine.engine import Engine
-from rollout.engine.scheduler import LockstepSampler
+from rollout.engine.sampler import EpisodeSampler, Joining
 from rollout.episode import EpisodeJob, run_episode
 from rollout.renderers.registry import make_renderer
 from rollout.scripted import ScriptedSampler
 from rollout.subscribe import Subscriber
 from rollout.tokenizer import tokenizer_from_json
 from rollout.types import Evidence, Message, Task, Trajectory
+
+_TOKENS_PER_STEP = 2048
+"""Tokens that a step computes at most, where more sessions do not need more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +82,13 @@ class RolloutWorker:
         self._renderer = make_renderer(spec.chat_format, tokenizer_from_json(spec.tokenizer_json))
         self._engine = Engine(
             spec.model,
-            max_sessions=spec.max_sessions,
-            max_tokens=spec.env.max_context_tokens,
+            # A row's bits depend on the rows beside it, so nothing of a step may depend on what was computed before.
+            EngineConfig(
+                max_batch_size=spec.max_sessions,
+                max_seq_len=spec.env.max_context_tokens,
+                max_tokens_per_step=max(_TOKENS_PER_STEP, spec.max_sessions),
+                share_prefixes=False,
+            ),
             stop_ids=self._renderer.stop_ids,
         )
         self._subscriber = Subscriber(spec.model, self._engine)
@@ -101,7 +109,7 @@ class RolloutWorker:
         for _ in range(self._spec.max_retries + 1):
             for start in range(0, len(pending), self._spec.max_sessions):
                 batch = pending[start : start + self._spec.max_sessions]
-                sampler = LockstepSampler(self._engine, [job.session for job in batch])
+                sampler = EpisodeSampler(self._engine, [job.session for job in batch], Joining.LOCKSTEP)
                 for job, trajectory in zip(
                     batch, self._gather(batch, [sampler] * len(batch), fresh_grading), strict=True
                 ):
@@ -121,7 +129,7 @@ class RolloutWorker:
         self._envs.close()
 
     def _gather(
-        self, jobs: Sequence[EpisodeJob], samplers: Sequence[LockstepSampler | ScriptedSampler], fresh_grading: bool
+        self, jobs: Sequence[EpisodeJob], samplers: Sequence[EpisodeSampler | ScriptedSampler], fresh_grading: bool
     ) -> list[Trajectory]:
         async def gather() -> list[Trajectory]:
             episodes = (

@@ -1,77 +1,103 @@
-"""The inference engine: batched decoding of many sessions on one KV cache.
+"""The inference engine: requests come at any time, and every step computes the next tokens of all that run.
 
-Holds the published view of one weight version and nothing else of the learner. `generate` is deterministic in its
-requests and their order; `rollout.engine.scheduler` decides which requests form a batch.
+    add_request -> scheduler (rows, pages, budget) -> runner (one forward on the pages) -> sampling -> Generation
 
-Shapes: N requests, T packed tokens, L layers, K experts a token, V vocabulary.
+Holds the published view of one weight version and nothing else of the learner. A session keeps its keys and values
+between its requests, so the next turn computes its new tokens only. Weights change between steps: what was computed
+under other weights is computed again, and a running request goes on.
+
+Shapes: N rows that sample, T packed tokens.
 """
 
 from __future__ import annotations
 
-import math
+import logging
+import os
+import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from model.config import ModelConfig
+from model.kernels.attention.eager import EagerAttention
 from model.transformer import Transformer
+from rollout.config import ChatFormat, EngineConfig
+from rollout.engine.active import Active, EngineError
 from rollout.engine.kv_cache import KvCache
-from rollout.engine.sampling import choose, counter_uniform
-from rollout.types import FinishReason, Generation, SampleRequest, WeightVersion
+from rollout.engine.loading import load
+from rollout.engine.metrics import Counters, EngineMetrics
+from rollout.engine.prefix_cache import PrefixCache
+from rollout.engine.runner import AttentionKernel, Runner, StepOutput
+from rollout.engine.sampling import Choice, Rows
+from rollout.engine.scheduler import Scheduler, Work
+from rollout.engine.stop_text import StopText
+from rollout.engine.text import Completion, Prompt, PromptError, TextSide, is_chat, plain_completion
+from rollout.renderers.base import Tools
+from rollout.types import Generation, SampleRequest, SamplingParams, WeightVersion
 
-_COMPACT_BELOW = 0.75
-"""Rows are moved together when fewer than this share of the batch still decodes."""
+log = logging.getLogger(__name__)
 
-
-class EngineError(RuntimeError):
-    """The engine was used before it had weights, or with a request that does not fit its session."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """One request while it decodes."""
-
-    request: SampleRequest
-    ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    routes: list[np.ndarray] = field(default_factory=list[np.ndarray])
-    finish: FinishReason | None = None
-
-    def append(self, token: int, logprob: float, stop_ids: Collection[int]) -> None:
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        if token in stop_ids:
-            self.finish = FinishReason.STOP
-        elif len(self.ids) == self.request.params.max_tokens:
-            self.finish = FinishReason.LENGTH
-
-    def generation(self, version: WeightVersion) -> Generation:
-        assert self.finish is not None
-        return Generation(
-            ids=tuple(self.ids),
-            logprobs_T=np.array(self.logprobs, dtype=np.float32),
-            routes_TLK=np.concatenate(self.routes),
-            finish=self.finish,
-            weight_version=version,
-        )
+_OWN_SESSIONS = 1 << 62
+"""Sessions of `generate` count from here; the callers' own are smaller."""
 
 
 class Engine:
-    """Decodes for one model. `max_sessions` rows of `max_tokens` positions are reserved at once."""
+    """Decodes for one model; see the module."""
 
-    def __init__(self, config: ModelConfig, *, max_sessions: int, max_tokens: int, stop_ids: Collection[int]):
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        *,
+        stop_ids: Collection[int] = (),
+        text: TextSide | None = None,
+        attention: AttentionKernel | None = None,
+    ):
+        """Reserve the cache. `stop_ids` end every request; `text` is needed for stop strings and text prompts.
+
+        Raises:
+            EngineConfigError, CacheError: Settings that cannot be carried out.
+        """
+        config.validate()
         with torch.device("meta"):
-            self._model = Transformer(config)
+            self._model = Transformer(model)
+        self._config = config
         self._stop_ids = frozenset(stop_ids)
+        self._text = text
         self._version: WeightVersion | None = None
-        self._cache = KvCache.of(config, num_rows=max_sessions, max_tokens=max_tokens)
+        self._counters = Counters()
+        self._cache = KvCache(model, config)
+        self._prefixes = PrefixCache(self._cache, shared=config.share_prefixes)
+        self._scheduler = Scheduler(config, self._cache, self._prefixes, self._counters)
+        self._runner = Runner(self._model, self._cache, config, attention or EagerAttention())
+        self._requests: dict[int, Active] = {}
+        self._busy_sessions: dict[int, int] = {}
+        self._next_id = 0
+        self._rows: tuple[list[int], Rows] = ([], Rows([]))
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], config: EngineConfig | None = None, *, chat_format: ChatFormat | None = None
+    ) -> Engine:
+        """An engine that runs a checkpoint folder, ours or a published one.
+
+        Raises: as `rollout.engine.loading.load`.
+        """
+        config = EngineConfig() if config is None else config
+        loaded = load(Path(path), config, chat_format)
+        stop_ids = () if loaded.text is None else loaded.text.stop_ids
+        engine = cls(loaded.model, config, stop_ids=stop_ids, text=loaded.text)
+        engine.swap_weights(WeightVersion(0), loaded.views)
+        return engine
+
+    # ---- weights and memory
 
     @property
-    def max_sessions(self) -> int:
-        """Sessions that can be open at once."""
-        return self._cache.num_rows
+    def config(self) -> EngineConfig:
+        """The settings."""
+        return self._config
 
     @property
     def weight_version(self) -> WeightVersion:
@@ -81,77 +107,258 @@ class Engine:
         return self._version
 
     def swap_weights(self, version: WeightVersion, views: Mapping[str, torch.Tensor]) -> None:
-        """Replace every tensor at once and drop all cached keys and values: they belong to the old weights."""
+        """Replace every tensor at once. Keys and values of the old weights are dropped; no request is."""
         self._model.load_state_dict(dict(views), strict=True, assign=True)
         self._model.eval().requires_grad_(False)
-        self._cache.clear()
+        self._scheduler.restart_all()
         self._version = version
-
-    def close_session(self, session: int) -> None:
-        """Give the session's cache back. Idempotent."""
-        self._cache.close(session)
 
     def running_views(self) -> dict[str, np.ndarray]:
         """The weights in use as fp32 arrays, for comparing them with what was published."""
         return {name: tensor.float().numpy() for name, tensor in self._model.state_dict().items()}
 
-    @torch.inference_mode()
-    def generate(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """Continue every request until it stops; results in the order of the requests."""
-        version = self.weight_version
-        rows = [_Row(request) for request in requests]
-        prompts = [self._new_part(request) for request in requests]
-        self._cache.arrange([request.session for request in requests])
-        self._step(rows, prompts)
-        batch = rows
-        while live := [row for row in batch if row.finish is None]:
-            if len(live) < _COMPACT_BELOW * len(batch):
-                self._cache.arrange([row.request.session for row in live])
-                batch = live
-            self._step(batch, [[row.ids[-1]] for row in batch])
-        return [row.generation(version) for row in rows]
+    def sleep(self) -> None:
+        """Give the cache's memory back; requests and sessions stay, and are computed again after `wake`."""
+        self._scheduler.restart_all()
+        self._cache.drop()
 
-    def _new_part(self, request: SampleRequest) -> list[int]:
-        """Open the session and return the part of its prompt that is not in the cache yet."""
-        self._cache.open(request.session)
-        num_cached = self._cache.length(request.session)
-        if num_cached >= len(request.prompt_ids):
-            raise EngineError(
-                f"engine: session {request.session} must grow, got a prompt of {len(request.prompt_ids)} tokens with "
-                f"{num_cached} computed; append to the episode's ids, or close the session first"
-            )
-        return list(request.prompt_ids[num_cached:])
+    def wake(self) -> None:
+        """Reserve the cache again. Idempotent."""
+        if not self._cache.is_allocated:
+            self._cache.allocate()
 
-    def _step(self, batch: list[_Row], new_ids: list[list[int]]) -> None:
-        """Compute `new_ids` of every row and append one token to each unfinished row.
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the cache has reserved."""
+        return self._cache.num_bytes
 
-        Rows that have finished but not been moved out yet are computed too, and ignored.
+    # ---- requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self._requests)
+
+    def add_request(self, request: SampleRequest) -> int:
+        """Queue a request; `step` returns its generation under the id that is returned here.
+
+        Raises:
+            EngineError: There are no weights, or the request cannot be carried out.
         """
-        attend = self._cache.extend([len(ids) for ids in new_ids], [row.finish is None for row in batch])
-        ids_T = torch.tensor([token for ids in new_ids for token in ids])
-        out = self._model(ids_T, attend.positions_T, attend)
-        ends_N = torch.tensor([len(ids) for ids in new_ids]).cumsum(0)
-        logits_NV = self._model.logits(out.hidden_TD[ends_N - 1])
-        tokens, logprobs = self._sample(batch, logits_NV)
-        routes_TLK = out.routes_TLK.numpy()
-        start = 0
-        for row, ids, end, token, logprob in zip(batch, new_ids, ends_N.tolist(), tokens, logprobs, strict=True):
-            if row.finish is None:
-                row.routes.append(routes_TLK[start : start + len(ids)])
-                row.append(token, logprob, self._stop_ids)
-            start = end
-
-    def _sample(self, batch: list[_Row], logits_NV: torch.Tensor) -> tuple[list[int], list[float]]:
-        positions_N = np.array([len(row.request.prompt_ids) + len(row.ids) for row in batch])
-        uniforms_N = counter_uniform(np.array([row.request.seed for row in batch], dtype=np.uint64), positions_N)
-        temperatures_N = torch.tensor([row.request.params.temperature for row in batch])
-        ids_N, logprobs_N = choose(logits_NV, temperatures_N, torch.from_numpy(uniforms_N))
-        logprobs = logprobs_N.tolist()
-        for row, logprob in zip(batch, logprobs, strict=True):
-            if row.finish is None and not math.isfinite(logprob):
+        self._check(request)
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        stop_text = None
+        if request.params.stop:
+            if self._text is None:
                 raise EngineError(
-                    f"engine: logprobs must be finite, got {logprob} in session {row.request.session} with weights "
-                    f"{self._version} at temperature {row.request.params.temperature}; look for NaN or huge values in "
-                    "the published weights"
+                    f"{_who(request)}: stop strings need a tokenizer, got an engine without one; use stop_ids"
                 )
-        return ids_N.tolist(), logprobs
+            stop_text = StopText(request.params.stop, self._text.decode)
+        active = Active(
+            request_id=request_id,
+            request=request,
+            ids=list(request.prompt_ids),
+            arrived_s=time.monotonic(),
+            stop_ids=self._stop_ids.union(request.params.stop_ids) if request.params.stop_ids else self._stop_ids,
+            stop_text=stop_text,
+        )
+        self._requests[request_id] = active
+        self._busy_sessions[request.session] = request_id
+        self._scheduler.add(active)
+        self._counters.num_requests += 1
+        return request_id
+
+    def cancel(self, request_id: int) -> bool:
+        """Drop a request and its session; whether it was still waiting or running."""
+        active = self._requests.pop(request_id, None)
+        if active is None:
+            return False
+        del self._busy_sessions[active.request.session]
+        self._scheduler.remove(active)
+        self._counters.num_cancelled += 1
+        return True
+
+    def close_session(self, session: int) -> None:
+        """Give the session's cache back, and drop its request if it has one. Idempotent."""
+        self.cancel(self._busy_sessions.get(session, -1))
+        self._scheduler.close_session(session)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Generation]]:
+        """Compute one step; the requests that ended in it, with their ids.
+
+        Raises:
+            EngineError: The engine sleeps, or the model computes what is not finite. After any error all requests
+                are dropped.
+        """
+        if not self._requests:
+            return []
+        if not self._cache.is_allocated:
+            raise EngineError("engine: it sleeps, got a step; call wake first")
+        began_s, version = time.perf_counter(), self.weight_version
+        try:
+            plan = self._scheduler.plan(version)
+            finished = self._advance(plan, self._runner.run(plan), version)
+        except BaseException:
+            for request_id in tuple(self._requests):
+                self.cancel(request_id)
+            raise
+        self._counters.num_steps += 1
+        self._counters.num_rows += len(plan)
+        self._counters.busy_s += time.perf_counter() - began_s
+        return finished
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Continue every request until it stops; results in the order of the requests.
+
+        Raises:
+            EngineError: As `add_request` and `step`; then none of them is left. Or requests of others are running.
+        """
+        if self._requests:
+            raise EngineError(
+                f"engine: requests that were added one by one are running, got {len(self._requests)}; step until they "
+                "end before you call sample"
+            )
+        ids: list[int] = []
+        try:
+            for request in requests:
+                ids.append(self.add_request(request))  # noqa: PERF401 (those before a refused one are taken back)
+        except EngineError:
+            for request_id in ids:
+                self.cancel(request_id)
+            raise
+        generations: dict[int, Generation] = {}
+        while self._requests:
+            generations.update(self.step())
+        return [generations[request_id] for request_id in ids]
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Tools = (),
+    ) -> list[Completion]:
+        """Answer prompts: text, token ids, or conversations, which may use `tools`.
+
+        Request i of a call is keyed by (`config.seed`, i), so the same call gives the same answers.
+
+        Raises:
+            PromptError, RendererError, EngineError: A prompt that cannot be carried out.
+        """
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise PromptError(f"params: one for each of {len(prompts)} prompts, got {len(each)}; give one, or as many")
+        all_ids = [self._encode(prompt, tools) for prompt in prompts]
+        seeds = np.random.SeedSequence(self._config.seed).generate_state(len(prompts), np.uint64).tolist()
+        sessions = [_OWN_SESSIONS + index for index in range(len(prompts))]
+        try:
+            said = self.sample(
+                [
+                    SampleRequest(session=session, prompt_ids=ids, params=how, seed=seed)
+                    for session, ids, how, seed in zip(sessions, all_ids, each, seeds, strict=True)
+                ]
+            )
+        finally:
+            for session in sessions:
+                self.close_session(session)
+        if self._text is None:
+            return [plain_completion(ids, one) for ids, one in zip(all_ids, said, strict=True)]
+        return [
+            self._text.completion(prompt, ids, one, how)
+            for prompt, ids, one, how in zip(prompts, all_ids, said, each, strict=True)
+        ]
+
+    def metrics(self) -> EngineMetrics:
+        """A reading of what the engine counts."""
+        num_pages, scheduler = self._cache.num_pages, self._scheduler
+        used = num_pages - self._prefixes.num_available if self._cache.is_allocated else 0
+        return self._counters.reading(
+            max_batch_size=self._config.max_batch_size,
+            kv_used_frac=used / num_pages,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+        )
+
+    # ---- inside a step
+
+    def _advance(self, plan: list[Work], out: StepOutput, version: WeightVersion) -> list[tuple[int, Generation]]:
+        """Take over what a step computed: routes, full pages, and one token of each row that samples."""
+        first = 0
+        for work in plan:
+            active, count = work.active, work.count
+            active.record(out.routes_TLK[first : first + count], active.num_computed)
+            active.num_computed += count
+            first += count
+            self._scheduler.publish_full_pages(active, version)
+        self._counters.num_computed_tokens += first
+        sampling = [plan[n].active for n in out.samples]
+        if not sampling:
+            return []
+        choice = self._choose(sampling, out.logits_NV)
+        self._counters.num_sampled_tokens += len(sampling)
+        finished: list[tuple[int, Generation]] = []
+        for active, token, logprob, model_logprob in zip(
+            sampling, choice.ids_N.tolist(), choice.logprobs_N.tolist(), choice.model_logprobs_N.tolist(), strict=True
+        ):
+            active.append(token, logprob, model_logprob, version)
+            if active.finish is not None:
+                self._scheduler.finish(active)
+                del self._requests[active.request_id]
+                del self._busy_sessions[active.request.session]
+                finished.append((active.request_id, active.generation()))
+        self._counters.num_finished += len(finished)
+        return finished
+
+    def _choose(self, sampling: list[Active], logits_NV: torch.Tensor) -> Choice:
+        key = [active.request_id for active in sampling]
+        if key != self._rows[0]:
+            self._rows = key, Rows([active.request for active in sampling])
+        choice = self._rows[1].choose(logits_NV, np.array([len(active.ids) for active in sampling]))
+        if not bool(choice.logprobs_N.isfinite().all()):
+            n = int((~choice.logprobs_N.isfinite()).nonzero()[0])
+            raise EngineError(
+                f"engine: logprobs must be finite, got {choice.logprobs_N[n].item()} in session "
+                f"{sampling[n].request.session} with weights {self._version} at temperature "
+                f"{sampling[n].request.params.temperature}; look for NaN or huge values in the published weights"
+            )
+        return choice
+
+    def _encode(self, prompt: Prompt, tools: Tools) -> tuple[int, ...]:
+        if self._text is not None:
+            return self._text.encode(prompt, tools)
+        if isinstance(prompt, str) or is_chat(prompt) or tools:
+            raise PromptError("prompt: text needs a tokenizer, got an engine without one; give token ids")
+        return tuple(prompt)  # pyright: ignore[reportReturnType] (is_chat left ids only)
+
+    def _check(self, request: SampleRequest) -> None:
+        """Whether a request can be carried out to its end."""
+        self.weight_version  # noqa: B018 (raises when there is none)
+        session, ids = request.session, request.prompt_ids
+        if session in self._busy_sessions:
+            raise EngineError(f"{_who(request)}: one request at a time, got a second; wait for the first")
+        if not ids:
+            raise EngineError(f"{_who(request)}: a prompt needs a token, got none; give it at least one")
+        num_positions, longest = len(ids) + request.params.max_tokens - 1, self._config.max_seq_len
+        if num_positions > longest:
+            raise EngineError(
+                f"{_who(request)}: at most {longest} positions, got {len(ids)} of the prompt and max_tokens "
+                f"{request.params.max_tokens}; shorten one of them, or raise max_seq_len (env.max_context_tokens)"
+            )
+        past = self._scheduler.sessions.get(session)
+        known = 0 if past is None else past.num_reported
+        if past is not None and (len(ids) <= known or list(ids[:known]) != past.ids[:known]):
+            problem = "must grow" if len(ids) <= known else "must go on with the ids it has"
+            raise EngineError(
+                f"{_who(request)} {problem}, got a prompt of {len(ids)} tokens with {known} computed; append to the "
+                "episode's ids, or close the session first"
+            )
+        if max(ids) >= self._model.config.vocab_size or min(ids) < 0:
+            raise EngineError(
+                f"{_who(request)}: ids lie in 0..{self._model.config.vocab_size - 1}, got {max(ids)} and {min(ids)} as "
+                "the largest and the smallest; use the tokenizer of the model"
+            )
+
+
+def _who(request: SampleRequest) -> str:
+    return f"engine: session {request.session}"

@@ -25,6 +25,7 @@ from rl.learner.learner import Learner, LearnerSpec
 from rl.parity import BOUNDS as BOUNDS_OF
 from rl.parity import ParityError, ParityReport
 from rl.publish import Publisher
+from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.subscribe import Subscriber
 from rollout.types import SampleRequest, SamplingParams, WeightVersion
@@ -108,7 +109,7 @@ class Loop:
         return samples
 
     def _generate(self, prompts: list[tuple[int, ...]], params: SamplingParams, number: int) -> list[Any]:
-        return self.engine.generate(
+        return self.engine.sample(
             [
                 SampleRequest(session=i, prompt_ids=prompt, params=params, seed=1000 * number + i)
                 for i, prompt in enumerate(prompts)
@@ -160,7 +161,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
     for step in range(40):
         loss = learner.fit([demonstration(32 * step + i) for i in range(32)], 1e-2 * min(1.0, (step + 1) / 10))
     assert loss < 2.0  # of log 48 = 3.9 at the start
-    engine = Engine(MODEL, max_sessions=EPISODES, max_tokens=MODEL.max_positions, stop_ids={STOP})
+    engine = Engine(MODEL, EngineConfig(max_batch_size=EPISODES, max_seq_len=MODEL.max_positions), stop_ids={STOP})
     yield Loop(learner, engine, Subscriber(MODEL, engine))
     os.environ.clear()
     os.environ.update(environment)

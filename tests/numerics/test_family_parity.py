@@ -15,9 +15,13 @@ import transformers
 from model.config import ComputeDtype, Family
 from model.hf.reader import open_hf
 from model.hf.writer import HfFormat, save_hf
+from model.kernels.attention.eager import EagerAttention
+from model.kernels.attention.reference import PageTable
 from model.packed_attention import PackedAttention
 from model.transformer import Transformer
+from rollout.config import EngineConfig
 from rollout.engine.kv_cache import KvCache
+from rollout.engine.runner import PagedAttend
 from tests.numerics import transformers_models
 from tests.numerics.transformers_models import ORIGINAL_POSITIONS, WINDOW
 
@@ -63,13 +67,17 @@ def forward(model, ids_T, replay_TLK=None):
 
 def on_a_cache(model, ids_T, chunks, replay_TLK=None):
     """Logits [T, V] when the tokens come in runs of the lengths `chunks`, on a cache."""
-    cache = KvCache.of(model.config, num_rows=1, max_tokens=len(ids_T))
-    cache.open(0)
+    config = EngineConfig(max_batch_size=1, max_seq_len=len(ids_T))
+    cache = KvCache(model.config, config)
+    pages_NB = torch.randperm(cache.num_pages, generator=torch.Generator().manual_seed(0)).int().unsqueeze(0)
+    positions_T = torch.arange(len(ids_T))
+    slots_T = pages_NB[0].long()[positions_T // config.page_size] * config.page_size + positions_T % config.page_size
     outs, start = [], 0
     for count in chunks:
         new = slice(start, start + count)
-        attend = cache.extend([count], [True])
-        out = model(ids_T[new], attend.positions_T, attend, None if replay_TLK is None else replay_TLK[new])
+        table = PageTable(pages_NB, torch.tensor([start]).int(), torch.tensor([count]).int(), config.page_size)
+        attend = PagedAttend(cache, EagerAttention(), slots_T[new], table)
+        out = model(ids_T[new], positions_T[new], attend, None if replay_TLK is None else replay_TLK[new])
         outs.append(model.logits(out.hidden_TD))
         start += count
     return torch.cat(outs)

@@ -19,6 +19,7 @@ from rl.batch import TrainSample
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
 from rl.parity import BOUNDS
+from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.types import SampleRequest, SamplingParams, WeightVersion
 from tests.numerics.families import MINI, make_model
@@ -73,7 +74,7 @@ def sampled(engine: Engine, version: int) -> list[TrainSample]:
         for i in range(NUM_SAMPLES)
     ]
     samples = []
-    for i, (request, generation) in enumerate(zip(requests, engine.generate(requests), strict=True)):
+    for i, (request, generation) in enumerate(zip(requests, engine.sample(requests), strict=True)):
         engine.close_session(request.session)
         ids = np.array(request.prompt_ids + generation.ids)
         samples.append(
@@ -95,7 +96,7 @@ def sampled(engine: Engine, version: int) -> list[TrainSample]:
 def test_two_rounds_of_grpo_pass_the_parity_gate_and_move_every_trained_tensor(family: Family, tmp_path: Path):
     config = MINI[family]
     learner = make_learner(config, write_start(config, tmp_path / "start"))
-    engine = Engine(config, max_sessions=NUM_SAMPLES, max_tokens=64, stop_ids=())
+    engine = Engine(config, EngineConfig(max_batch_size=NUM_SAMPLES, max_seq_len=64), stop_ids=())
     before = {name: p.detach().clone() for name, p in learner._policy.model.named_parameters()}
     for version in range(2):
         publish(learner, engine, config, version)
@@ -119,7 +120,7 @@ def test_two_rounds_of_grpo_pass_the_parity_gate_and_move_every_trained_tensor(f
 def test_fitting_lowers_the_loss_and_the_state_comes_back_to_the_last_bit(family: Family, tmp_path: Path):
     config = MINI[family]
     learner = make_learner(config, write_start(config, tmp_path / "start"))
-    engine = Engine(config, max_sessions=NUM_SAMPLES, max_tokens=64, stop_ids=())
+    engine = Engine(config, EngineConfig(max_batch_size=NUM_SAMPLES, max_seq_len=64), stop_ids=())
     publish(learner, engine, config, 0)
     samples = sampled(engine, 0)
     losses = [learner.fit(samples, 1e-2) for _ in range(12)]
@@ -137,7 +138,7 @@ def test_fitting_lowers_the_loss_and_the_state_comes_back_to_the_last_bit(family
 def test_routes_of_more_than_256_experts_are_kept_whole(tmp_path: Path):
     config = dataclasses.replace(MINI[Family.mixtral], num_experts=300, num_layers=1, window_layers=[0])
     learner = make_learner(config, write_start(config, tmp_path / "start"))
-    engine = Engine(config, max_sessions=NUM_SAMPLES, max_tokens=64, stop_ids=())
+    engine = Engine(config, EngineConfig(max_batch_size=NUM_SAMPLES, max_seq_len=64), stop_ids=())
     publish(learner, engine, config, 0)
     samples = sampled(engine, 0)
     assert max(int(each.routes_TLK.max()) for each in samples) > 255

@@ -98,10 +98,3 @@ def _same_count(
     out_NGXe = weights_NGRMC.flatten(2, 3) @ v_NGCe
     out_NHMe = out_NGXe.view(*q_NHMd.shape[:-1], -1)
     return out_NHMe.transpose(1, 2).flatten(0, 1).to(q_THd.dtype)
-
-
-class EagerAttention:
-    """`write` and `paged_attention` as one object."""
-
-    write = staticmethod(write)
-    __call__ = staticmethod(paged_attention)

@@ -7,6 +7,7 @@ import torch
 from model.config import ComputeDtype, ModelConfig
 from model.snapshot import SnapshotError, make_snapshot, published_view, view
 from model.transformer import Transformer, init_weights
+from rollout.config import EngineConfig
 from rollout.engine.engine import Engine, EngineError
 from rollout.subscribe import StaleSnapshotError, Subscriber
 from rollout.types import SampleRequest, SamplingParams, WeightVersion
@@ -48,11 +49,11 @@ def _rescaled():
 
 @pytest.fixture
 def engine():
-    return Engine(CONFIG, max_sessions=2, max_tokens=32, stop_ids={5})
+    return Engine(CONFIG, EngineConfig(max_batch_size=2, max_seq_len=32), stop_ids={5})
 
 
 def _say(engine):
-    (generation,) = engine.generate([REQUEST])
+    (generation,) = engine.sample([REQUEST])
     engine.close_session(1)
     return generation
 
@@ -120,7 +121,7 @@ def test_versions_only_grow(engine, version):
 
 def test_views_are_held_in_the_compute_dtype():
     config = dataclasses.replace(CONFIG, compute_dtype=ComputeDtype.bf16)
-    engine = Engine(config, max_sessions=1, max_tokens=32, stop_ids={5})
+    engine = Engine(config, EngineConfig(max_batch_size=1, max_seq_len=32), stop_ids={5})
     Subscriber(config, engine).receive(NEW)
     assert {tensor.dtype for tensor in engine._model.state_dict().values()} == {torch.bfloat16}
     assert all(np.array_equal(tensor, view(NEW.tensors[name])) for name, tensor in engine.running_views().items())
@@ -128,6 +129,6 @@ def test_views_are_held_in_the_compute_dtype():
 
 def test_a_snapshot_of_another_model_is_refused():
     config = dataclasses.replace(CONFIG, num_layers=1)
-    engine = Engine(config, max_sessions=1, max_tokens=32, stop_ids={5})
+    engine = Engine(config, EngineConfig(max_batch_size=1, max_seq_len=32), stop_ids={5})
     with pytest.raises(SnapshotError, match=r"missing \[\] and extra \['model\.layers\.1\."):
         Subscriber(config, engine).receive(NEW)

@@ -1,0 +1,84 @@
+"""A checkpoint folder as what an engine needs: its configuration, weights, tokenizer and chat format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model.checkpoint import load_model
+from model.config import ModelConfig
+from model.layers import TORCH_DTYPE
+from model.loaded import LoadedModel
+from model.snapshot import view
+from rollout.config import ChatFormat, EngineConfig, EngineConfigError, LoadMode, Precision
+from rollout.engine.text import TextSide
+from rollout.renderers.base import Renderer
+from rollout.renderers.codec import RendererError
+from rollout.renderers.registry import make_renderer
+from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+_TOLD_BY_TOKENS = (ChatFormat.native, ChatFormat.harmony, ChatFormat.kimi, ChatFormat.deepseek, ChatFormat.chatml)
+"""Formats whose control tokens no format before them has; tried in this order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadedEngine:
+    """What `Engine.load` builds from."""
+
+    model: ModelConfig
+    views: Mapping[str, torch.Tensor]
+    text: TextSide | None
+
+
+def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> LoadedEngine:
+    """Read a checkpoint of ours or a published one; `chat_format` `None`: the one that its tokenizer has tokens for.
+
+    Raises:
+        EngineConfigError: A setting that cannot be carried out.
+        CheckpointError, TokenizerError, RendererError: See `load_model`, `load_tokenizer`, `make_renderer`.
+    """
+    config.validate()
+    if config.load is LoadMode.mmap:
+        raise EngineConfigError(
+            "engine.load: only whole checkpoints are read into memory, got mmap; use eager on a machine with room"
+        )
+    loaded = load_model(path)
+    return LoadedEngine(model=loaded.config, views=_views(loaded, config.precision), text=_text(path, chat_format))
+
+
+def _views(loaded: LoadedModel, precision: Precision) -> dict[str, torch.Tensor]:
+    """The weights as the engine computes with them, in the model's compute dtype where they need no more."""
+    dtype = TORCH_DTYPE[loaded.config.compute_dtype]
+    match precision:
+        case Precision.mxfp4:
+            return {name: view(packed, dtype) for name, packed in loaded.packed().items()}
+        case Precision.bf16:
+            return {name: master.bfloat16().to(dtype) for name, master in loaded.masters().items()}
+        case Precision.fp32:
+            return loaded.masters()
+
+
+def _text(path: Path, chat_format: ChatFormat | None) -> TextSide | None:
+    file = path / TOKENIZER_FILE
+    if chat_format is None and not file.is_file():
+        log.info("engine: %s has no %s, so prompts are token ids", path, TOKENIZER_FILE)
+        return None
+    tokenizer = load_tokenizer(file)
+    renderer: Renderer | None = None
+    for name in _TOLD_BY_TOKENS if chat_format is None else (chat_format,):
+        try:
+            renderer = make_renderer(name, tokenizer)
+            log.info("engine: chat format %s (%s)", name, "requested" if chat_format else "by the tokenizer's tokens")
+            break
+        except RendererError:
+            if chat_format is not None:
+                raise
+    else:
+        log.info("engine: %s has the tokens of no chat format, so prompts are text or token ids", file)
+    return TextSide(tokenizer, renderer)
