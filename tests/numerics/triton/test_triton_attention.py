@@ -198,7 +198,7 @@ def test_no_tokens(device):
 def test_offsets_beyond_2_to_the_31(device, monkeypatch):
     """Slots, and tokens of the queries, lie so far apart that 32-bit offsets would wrap."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    q, keys, values, table = make_case(device, [30, 2], [1, 1], stored=INT8, kv_heads=1)
+    q, keys, values, table = make_case(device, [30, 2, 4], [1, 1, 1], dtype=BF16, stored=INT8, kv_heads=1)
     expected = triton.paged_attention(q, keys, values, table, scale=0.2)
     stride = (1 << 31) // (len(keys.rows_SGd) - 1) + 16
     far = []
@@ -208,7 +208,7 @@ def test_offsets_beyond_2_to_the_31(device, monkeypatch):
         )
         apart.copy_(rows)
         far.append(Pages(apart, scales))
-    q_far = torch.as_strided(torch.empty((1 << 31) + 128, dtype=FP32, device=device), q.shape, (1 << 31, 16, 1))
+    q_far = torch.as_strided(torch.empty((1 << 31) + 128, dtype=BF16, device=device), q.shape, (1 << 30, 16, 1))
     q_far.copy_(q)
     assert torch.equal(triton.paged_attention(q_far, *far, table, scale=0.2), expected)
     again = [make_pages(len(keys.rows_SGd), 1, 16, INT8, device) for _ in range(2)]
