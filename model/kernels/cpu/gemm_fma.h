@@ -36,7 +36,7 @@ constexpr int kStripSums = 2 * kStrip;
 constexpr int kTile = 6;             // most rows of activations that registers hold the sums of
 constexpr int kPassTiles = 16;       // tiles that use a decoded chunk
 constexpr int kChunk = 4;            // blocks decoded at once: 2 KiB of floats a block and strip
-constexpr int64_t kPrefetchBytes = 2048;
+constexpr int64_t kPrefetchBytes = 2048;  // ahead of a few rows, which use each block once
 
 #if defined(__AVX512F__)
 
@@ -195,15 +195,15 @@ GEMM_INLINE inline void scales(const Mxfp4Strip& strip, int64_t block, Vec* out)
   scales<kFirst, kCount>(strip.scales + block * kStrip, out);
 }
 
-template <int64_t kBytes>
-GEMM_INLINE inline void prefetch(const void* p) {
-  times<kBytes / 64>([&](auto line) GEMM_INLINE { _mm_prefetch((const char*)p + 64 * line, _MM_HINT_T0); });
-}
-GEMM_INLINE inline void prefetch(const Bf16Strip& strip, int64_t block) {
-  prefetch<2 * kBf16BlockWords>((const char*)(strip.values + block * kBf16BlockWords) + kPrefetchBytes);
-}
-GEMM_INLINE inline void prefetch(const Mxfp4Strip& strip, int64_t block) {
-  prefetch<kMxfp4BlockBytes>(strip.codes + block * kMxfp4BlockBytes + kPrefetchBytes);
+inline const char* bytes_of(const Bf16Strip& strip) { return (const char*)strip.values; }
+inline const char* bytes_of(const Mxfp4Strip& strip) { return (const char*)strip.codes; }
+constexpr int64_t block_bytes(const Bf16Strip&) { return 2 * kBf16BlockWords; }
+constexpr int64_t block_bytes(const Mxfp4Strip&) { return kMxfp4BlockBytes; }
+
+template <class Strip>
+GEMM_INLINE inline void prefetch(const Strip& strip, int64_t block) {
+  const char* ahead = bytes_of(strip) + block * block_bytes(strip) + kPrefetchBytes;
+  for (int64_t i = 0; i < block_bytes(strip); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
 }
 
 inline bool is_extreme(const Bf16Strip&) { return false; }
@@ -259,6 +259,20 @@ void direct_any(int rows, const Strip& strip, const float* x, int64_t blocks, fl
   if constexpr (kRows > 1) direct_any<Strip, kRows - 1>(rows, strip, x, blocks, out, stride);
 }
 
+// The lines of the chunk after this one, fetched a few at a time while this one is used.
+struct Ahead {
+  const char* next[kMaxStrips];
+  int num_strips, lines, lines_at_once;
+  void fetch() {
+    for (int i = 0; i < lines_at_once && lines > 0; ++i, --lines) {
+      for (int s = 0; s < num_strips; ++s) {
+        _mm_prefetch(next[s], _MM_HINT_T0);
+        next[s] += 64;
+      }
+    }
+  }
+};
+
 // A chunk of decoded strips: groups of parts that are used together, each [block][slot][part][lane].
 struct alignas(64) Panel {
   float weights[kMaxStrips * kChunk * kBlock * kStrip];
@@ -273,7 +287,6 @@ GEMM_INLINE inline void fill(Panel& panel, int first_part, const Strip& strip, i
       const int p = first_part + part;
       return base + (((p / kCount * kChunk + b) * slots + slot) * kCount + p % kCount) * kLanes;
     };
-    prefetch(strip, first_block + b);
     Vec scale[kParts];
     scales<0, kParts>(strip, first_block + b, scale);
     decode<0, kParts>(strip, first_block + b, [&](auto slot, auto part, Vec weights) GEMM_INLINE {
@@ -287,33 +300,45 @@ GEMM_INLINE inline void fill(Panel& panel, int first_part, const Strip& strip, i
 
 template <int kRows, int kCount>
 __attribute__((noinline)) void use(const float* weights, const float* scale, const float* x, int num_blocks,
-                                   float* totals) {
+                                   float* totals, Ahead& ahead) {
   for (int b = 0; b < num_blocks; ++b, x += kRows * kBlock, weights += kSlots * kCount * kLanes) {
+    ahead.fetch();
     Vec sum[kRows][kCount];
-    times<kSlots>([&](auto slot) GEMM_INLINE {
-      times<kRows>([&](auto m) GEMM_INLINE {
+#pragma GCC unroll 8
+    for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 4
+      for (int p = 0; p < kCount; ++p) sum[m][p] = zeros();
+    }
+#pragma GCC unroll 16
+    for (int slot = 0; slot < kSlots; ++slot) {
+      asm volatile("" ::: "memory");  // or the compiler moves totals and weights to the stack and back
+      Vec w[kCount];
+#pragma GCC unroll 4
+      for (int p = 0; p < kCount; ++p) w[p] = load(weights + (slot * kCount + p) * kLanes);
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) {
         const Pair activations(x + kBlock * m + 2 * pair_at(slot));
-        times<kCount>([&](auto p) GEMM_INLINE {
-          const Vec w = load(weights + (slot * kCount + p) * kLanes);
-          Vec& s = sum[m][p];
-          s = slot == 0 ? mul(w, activations[p]) : fma(w, activations[p], s);
-        });
-      });
-    });
-    times<kCount>([&](auto p) GEMM_INLINE {
+#pragma GCC unroll 4
+        for (int p = 0; p < kCount; ++p) sum[m][p] = fma(w[p], activations[p], sum[m][p]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < kCount; ++p) {
       const Vec by = load(scale + (b * kCount + p) * kLanes);
-      times<kRows>([&](auto m) GEMM_INLINE {
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) {
         float* total = totals + m * kMaxStrips * kStripSums + p * kLanes;
         store(total, fma(sum[m][p], by, load(total)));
-      });
-    });
+      }
+    }
   }
 }
 
 template <int kCount, int kRows = kTile>
-void use_any(int rows, const float* weights, const float* scale, const float* x, int num_blocks, float* totals) {
-  if (rows == kRows) return use<kRows, kCount>(weights, scale, x, num_blocks, totals);
-  if constexpr (kRows > 1) use_any<kCount, kRows - 1>(rows, weights, scale, x, num_blocks, totals);
+void use_any(int rows, const float* weights, const float* scale, const float* x, int num_blocks, float* totals,
+             Ahead& ahead) {
+  if (rows == kRows) return use<kRows, kCount>(weights, scale, x, num_blocks, totals, ahead);
+  if constexpr (kRows > 1) use_any<kCount, kRows - 1>(rows, weights, scale, x, num_blocks, totals, ahead);
 }
 
 template <int kStrips, class Strip>
@@ -330,6 +355,15 @@ void multiply_decoded(const Strip* strips, const Rows& x, float* out, int64_t st
     for (int64_t block = 0; block < x.blocks; block += kChunk) {
       const int num_blocks = int(std::min<int64_t>(kChunk, x.blocks - block));
       times<kStrips>([&](auto s) GEMM_INLINE { fill<kCount>(panel, s * kParts, strips[s], block, num_blocks); });
+      Ahead ahead{{}, kStrips, 0, 0};
+      if (const int64_t rest = std::min<int64_t>(kChunk, x.blocks - block - num_blocks); rest > 0) {
+        for (int s = 0; s < kStrips; ++s) {
+          ahead.next[s] = bytes_of(strips[s]) + (block + num_blocks) * block_bytes(strips[s]);
+        }
+        const int64_t times_used = (last_tile - first_tile) * kGroups * num_blocks;
+        ahead.lines = int(rest * block_bytes(strips[0]) / 64);
+        ahead.lines_at_once = int((ahead.lines + times_used - 1) / times_used);
+      }
       for (int64_t tile = first_tile; tile < last_tile; ++tile) {
         const int rows = tiles.rows(tile);
         const float* in = (const float*)x.data + (tiles.first(tile) * x.blocks + block * rows) * kBlock;
@@ -337,7 +371,7 @@ void multiply_decoded(const Strip* strips, const Rows& x, float* out, int64_t st
         for (int group = 0; group < kGroups; ++group) {
           const int parts = group * kCount * kLanes;
           use_any<kCount>(rows, panel.weights + parts * kChunk * kSlots, panel.scales + parts * kChunk, in, num_blocks,
-                          sums + parts);
+                          sums + parts, ahead);
         }
       }
     }
