@@ -19,7 +19,7 @@ from model.kernels.attention import eager as eager_attention
 from model.kernels.attention.cpu import PagedAttention
 from model.kernels.attention.reference import Attention
 from model.kernels.cpu.build import KernelError
-from model.kernels.cpu.isa import Isa, machine_isa
+from model.kernels.cpu.isa import Isa, available_isas, build_kernels, machine_isa
 from model.kernels.gated_unit.cpu import GatedUnit
 from model.kernels.grouped_experts import eager, reference
 from model.kernels.grouped_experts.cpu import GroupedExperts
@@ -131,6 +131,8 @@ def resolve_kernels(choice: KernelChoice) -> Kernels:
 
 
 def _cpu(isa: Isa) -> Kernels:
+    if isa in available_isas():
+        build_kernels(isa)
     logprobs = Logprobs(isa)
     quantizer = Quantize(isa)
     return Kernels(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch  # noqa: F401 (first: libraries loaded after it share its OpenMP threads instead of bringing their own)
 
-from model.kernels.cpu.build import KernelError, build
+from model.kernels.cpu.build import KernelError, build, build_all
 
 _FOLDER = Path(__file__).parent
 
@@ -55,6 +55,11 @@ def available_isas() -> tuple[Isa, ...]:
     """Every instruction set that this process may use, least first. Raises as `machine_isa`."""
     sets = list(Isa)
     return tuple(sets[: sets.index(machine_isa()) + 1])
+
+
+def build_kernels(isa: Isa) -> None:
+    """Build every kernel for `isa` that is not built yet: some ten seconds once a machine. Raises as `load`."""
+    build_all(sorted(file for file in _FOLDER.parent.glob("*/*.cpp") if file.name != "isa.cpp"), isa.flags)
 
 
 @cache

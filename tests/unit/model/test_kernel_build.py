@@ -42,6 +42,18 @@ def test_a_library_is_built_once_and_again_when_source_or_flags_change(source):
     assert call(build(source, ("-DONE=1",))) == 52
 
 
+def test_a_changed_header_makes_another_library_and_an_unused_one_does_not(source):
+    (source.parent / "one.h").write_text('#include "value.h"\n#define ONE VALUE\n')
+    (source.parent / "value.h").write_text("#define VALUE 1\n")
+    source.write_text('#include "one.h"\n' + SOURCE)
+    first = build(source, ())
+    assert call(first) == 42
+    (source.parent / "other.h").write_text("#define VALUE 7\n")
+    assert build(source, ()) == first
+    (source.parent / "value.h").write_text("#define VALUE 2\n")
+    assert call(build(source, ())) == 43
+
+
 def test_processes_that_start_together_share_one_build(source):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         libraries = pool.starmap(build, [(source, ("-DONE=1",))] * 3)
@@ -59,7 +71,9 @@ def test_source_that_does_not_compile_is_one_line_and_leaves_nothing(source):
 
 def test_without_a_compiler_the_error_says_what_to_install(source, monkeypatch):
     monkeypatch.setenv("PATH", str(Path("/nonexistent")))
-    with pytest.raises(KernelError, match=r"need g\+\+ to be built, got none; install it, or set cluster.kernels=torch"):
+    with pytest.raises(
+        KernelError, match=r"need g\+\+ to be built, got none; install it, or set cluster.kernels=torch"
+    ):
         build(source, ())
 
 
