@@ -41,8 +41,9 @@ constexpr int64_t kPrefetchBytes = 2048;  // ahead of a few rows, which use each
 #if defined(__AVX512F__)
 
 using Vec = __m512;
-constexpr int kLanes = 16, kParts = 2, kGroup = 4;  // kGroup: parts that a row's multiply-adds keep in registers
-constexpr int kDirectRows = 6;                      // most rows that decode for themselves
+constexpr int kLanes = 16, kParts = 2;
+constexpr int kGroup = 4;  // parts whose sums are kept in registers together
+constexpr int kMxfp4DirectRows = 6;
 template <int kRows>
 constexpr int kDirectParts = 2;
 
@@ -98,8 +99,9 @@ GEMM_INLINE inline void scales(const uint8_t* bytes, Vec* out) {  // exact for e
 #else
 
 using Vec = __m256;
-constexpr int kLanes = 8, kParts = 4, kGroup = 2;
-constexpr int kDirectRows = 4;
+constexpr int kLanes = 8, kParts = 4;
+constexpr int kGroup = 2;
+constexpr int kMxfp4DirectRows = 4;
 template <int kRows>
 constexpr int kDirectParts = kRows <= 2 ? 4 : 2;
 
@@ -206,6 +208,10 @@ GEMM_INLINE inline void prefetch(const Strip& strip, int64_t block) {
   for (int64_t i = 0; i < block_bytes(strip); i += 64) _mm_prefetch(ahead + i, _MM_HINT_T0);
 }
 
+// Most rows that decode for themselves, which is the faster way while that costs less than going through memory.
+constexpr int direct_rows(const Bf16Strip&) { return 2; }
+constexpr int direct_rows(const Mxfp4Strip&) { return kMxfp4DirectRows; }
+
 inline bool is_extreme(const Bf16Strip&) { return false; }
 inline bool is_extreme(const Mxfp4Strip& strip) { return strip.extreme; }
 
@@ -253,7 +259,7 @@ __attribute__((noinline)) void direct(const Strip& strip, const float* x, int64_
   times<kRows>([&](auto m) GEMM_INLINE { add_parts(totals[m], out + m * stride); });
 }
 
-template <class Strip, int kRows = kDirectRows>
+template <class Strip, int kRows = direct_rows(Strip())>
 void direct_any(int rows, const Strip& strip, const float* x, int64_t blocks, float* out, int64_t stride) {
   if (rows == kRows) return direct<kRows>(strip, x, blocks, out, stride);
   if constexpr (kRows > 1) direct_any<Strip, kRows - 1>(rows, strip, x, blocks, out, stride);
@@ -432,7 +438,7 @@ template <class Strip>
 void multiply(const Strip* strips, int num_strips, const Rows& x, float* out, int64_t stride) {
   const bool extreme = fp32::is_extreme(strips[0]) || fp32::is_extreme(strips[num_strips - 1]);
   if (x.count == 0) return;
-  if (x.count <= fp32::kDirectRows && !extreme) {
+  if (x.count <= fp32::direct_rows(strips[0]) && !extreme) {
     for (int s = 0; s < num_strips; ++s) {
       fp32::direct_any(int(x.count), strips[s], (const float*)x.data, x.blocks, out + s * kStrip, stride);
     }

@@ -1,4 +1,6 @@
-// y = x W^T with W as MXFP4 tiles: the contract of gemm.h on plain arrays, for its tests and benches.
+// The MXFP4 products of gemm.h on plain arrays, and what bounds any product on this machine: the rate at which memory is
+// read, and that of fp32 multiply-adds.
+#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -42,4 +44,51 @@ extern "C" void mxfp4_product(const void* x, int64_t stride, int32_t x_is_bf16, 
     }
   }
   std::free(memory);
+}
+
+// The sum of the 64-bit words of `size` bytes, a multiple of 16 KiB.
+extern "C" int64_t read_bytes(const char* data, int64_t size) {
+  constexpr int64_t kPiece = 16384;
+  int64_t total = 0;
+#pragma omp parallel for schedule(static) reduction(+ : total)
+  for (int64_t piece = 0; piece < size; piece += kPiece) {
+    __m256i sum[4] = {};
+    for (int64_t i = piece; i < piece + kPiece; i += 128) {
+      for (int j = 0; j < 4; ++j) {
+        sum[j] = _mm256_add_epi64(sum[j], _mm256_loadu_si256((const __m256i*)(data + i + 32 * j)));
+      }
+    }
+    for (int j = 0; j < 4; ++j) total += _mm256_extract_epi64(sum[j], 0) + _mm256_extract_epi64(sum[j], 3);
+  }
+  return total;
+}
+
+// `rounds` times 12 independent vectors of fp32 multiply-adds on every thread; returns how many floats that is in all.
+extern "C" int64_t multiply_adds(int64_t rounds) {
+#if defined(__AVX512F__)
+  using Vec = __m512;
+#else
+  using Vec = __m256;
+#endif
+  constexpr int kVectors = 12, kLanes = sizeof(Vec) / sizeof(float);
+  int64_t total = 0;
+#pragma omp parallel reduction(+ : total)
+  {
+    Vec sum[kVectors] = {};
+    const Vec a = Vec{} + 0.999f, b = Vec{} + 1e-4f;
+    for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 12
+      for (Vec& s : sum) {
+#if defined(__AVX512F__)
+        s = _mm512_fmadd_ps(s, a, b);
+#else
+        s = _mm256_fmadd_ps(s, a, b);
+#endif
+      }
+      asm volatile("" : "+x"(sum[0]));
+    }
+    for (const Vec& s : sum) asm volatile("" ::"x"(s));
+    total += rounds * kVectors * kLanes;
+  }
+  return total;
 }
