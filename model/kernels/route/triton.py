@@ -47,7 +47,7 @@ _CHUNK = 1024
 _BLOCKS = 32
 """Blocks of the schedule written at once."""
 
-_COUNTERS = 8192
+_COUNTERS = 4096
 """Counters, one for each choice and expert, that a program holds at once."""
 
 
