@@ -158,7 +158,9 @@ def test_the_tiles_of_the_definition_are_those_of_the_contract():
 
 
 @each_isa
-@pytest.mark.parametrize("shape", [(1, 32), (16, 64), (17, 32 * 19), (2, 3, 33, 96), (4, 0, 32), (48, 32 * 40)])
+@pytest.mark.parametrize(
+    "shape", [(1, 32), (16, 64), (17, 32 * 19), (18, 32 * 131), (2, 3, 33, 96), (4, 0, 32), (48, 32 * 40)]
+)
 def test_both_layouts_in_one_pass(isa, shape):
     w = torch.randn(shape, generator=torch.Generator().manual_seed(8))
     previous = torch.full((*shape[:-1], shape[-1] // 32), 127, dtype=torch.uint8)

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kBlock = 32, kBlockBytes = 16, kStrip = 16, kTileBytes = kStrip * kBlockBytes;
 constexpr uint32_t kMagnitude = 0x7FFFFFFF, kExponent = 0x7F800000, kOne = 0x3F800000, kLargestScale = 252;
-constexpr int64_t kSegment = 16;        // blocks of a row that are quantized before the next row's: 2 KiB of floats
+constexpr int64_t kSegment = 128;       // blocks of a row that are quantized before the next row: 16 KiB of floats
 constexpr int64_t kAhead = 2048;        // bytes; a few blocks of arithmetic hide the latency of memory
 constexpr int64_t kThreadsFrom = 2048;  // blocks
 
