@@ -1,4 +1,4 @@
-// Stores keys or values in their slots: as they are in fp32, rounded in bf16, or in eight bits with a scale for each head.
+// Stores keys or values in their slots: as they are in fp32, rounded to bf16, or in eight bits with a scale a head.
 #include <cmath>
 #include <vector>
 

@@ -1,5 +1,5 @@
-// Pages of keys or values as C++ sees them, their four kinds of elements widened to fp32, and the transposition that turns
-// sixteen keys into sixteen lanes. `attention/reference.py` defines what a page holds.
+// Pages of keys or values as C++ sees them, their four kinds of elements widened to fp32, and the transposition that
+// turns sixteen keys into sixteen lanes. `attention/reference.py` defines what a page holds.
 #pragma once
 #include <algorithm>
 
@@ -9,7 +9,7 @@ namespace simd {
 
 #if defined(__AVX512F__)
 
-inline void transpose(F16 (&rows)[16]) {
+[[gnu::always_inline]] inline void transpose(F16 (&rows)[16]) {
   __m512 t[16], u[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
@@ -52,7 +52,7 @@ inline F16 from_half(__m256i bits) { return {_mm512_cvtph_ps(bits)}; }
 
 #else
 
-inline void transpose8(__m256* rows) {
+[[gnu::always_inline]] inline void transpose8(__m256* rows) {
   __m256 t[8], u[8];
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
@@ -74,7 +74,7 @@ inline void transpose8(__m256* rows) {
   }
 }
 
-inline void transpose(F16 (&rows)[16]) {
+[[gnu::always_inline]] inline void transpose(F16 (&rows)[16]) {
   __m256 quarters[4][8];
   for (int i = 0; i < 8; ++i) {
     quarters[0][i] = rows[i].lo;
