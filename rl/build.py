@@ -141,6 +141,7 @@ def _start_workers(
         max_sessions=-(-episodes // workers.num_workers),
         max_retries=config.rollout.max_retries,
         chat_format=config.rollout.chat_format,
+        kernels=config.cluster.kernels,
     )
     return stack.enter_context(
         RolloutPool(spec, num_workers=workers.num_workers, deadline_s=config.rollout.round_deadline_s)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from model.config import KernelChoice
+
 
 class ChatFormat(StrEnum):
     """How messages are spelled in tokens; it must be the one that the checkpoint was trained with.
@@ -95,6 +97,7 @@ class EngineConfig:
     page_size: int = 16
     share_prefixes: bool = True
     load: LoadMode = LoadMode.eager
+    kernels: KernelChoice = KernelChoice.auto
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     seed: int = 0
@@ -117,5 +120,5 @@ class EngineConfig:
             )
         if self.memory_bytes < 0:
             raise EngineConfigError(
-                f"engine.memory_bytes: must not be negative, got {self.memory_bytes}; 0 is no bound"
+                f"engine.memory_bytes: must not be negative, got {self.memory_bytes}; use 0 for none"
             )

@@ -1,4 +1,4 @@
-"""The receiving end of publishing: verify a snapshot, derive the views, swap them in.
+"""The receiving end of publishing: verify a snapshot, swap it in.
 
 Nothing is swapped before everything is verified: every tensor present, of the expected shape and format, its digest
 recomputed from the bytes that arrived. After the swap the worker answers with the digests of what it now runs.
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from model.config import ModelConfig
-from model.layers import TORCH_DTYPE
-from model.snapshot import WeightSnapshot, verify, view
+from model.snapshot import WeightSnapshot, verify
 from model.transformer import parameter_shapes
 from rollout.engine.engine import Engine
 from rollout.types import WeightVersion
@@ -25,7 +24,6 @@ class Subscriber:
 
     def __init__(self, config: ModelConfig, engine: Engine):
         self._expected = parameter_shapes(config)
-        self._dtype = TORCH_DTYPE[config.compute_dtype]
         self._engine = engine
         self._version: WeightVersion | None = None
 
@@ -39,7 +37,6 @@ class Subscriber:
                 f"snapshot: versions only grow, got {snapshot.version} after {self._version}; publish the next version"
             )
         verify(snapshot, self._expected)
-        views = {name: view(packed, self._dtype) for name, packed in snapshot.tensors.items()}
-        self._engine.swap_weights(snapshot.version, views)
+        self._engine.swap_weights(snapshot.version, snapshot.tensors)
         self._version = snapshot.version
         return snapshot.digests

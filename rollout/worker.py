@@ -16,7 +16,8 @@ import torch
 from envs.base import Env, EnvError, EnvFactory, StepResult
 from envs.config import EnvConfig
 from envs.registry import build_factory
-from model.config import ModelConfig
+from model.config import KernelChoice, ModelConfig
+from model.kernels.dispatch import resolve_kernels
 from model.snapshot import WeightSnapshot
 from rollout.config import ChatFormat, EngineConfig
 from rollout.engine.engine import Engine
@@ -43,6 +44,7 @@ class WorkerSpec:
     num_threads: int
     max_sessions: int
     max_retries: int
+    kernels: KernelChoice = KernelChoice.auto
 
 
 class _MadeAtReset(Env):
@@ -80,15 +82,18 @@ class RolloutWorker:
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
         self._renderer = make_renderer(spec.chat_format, tokenizer_from_json(spec.tokenizer_json))
+        kernels = resolve_kernels(spec.kernels)
+        self._joining = Joining.CONTINUOUS if kernels.batch_invariant else Joining.LOCKSTEP
         self._engine = Engine(
             spec.model,
-            # A row's bits depend on the rows beside it, so nothing of a step may depend on what was computed before.
             EngineConfig(
                 max_batch_size=spec.max_sessions,
                 max_seq_len=spec.env.max_context_tokens,
                 max_tokens_per_step=max(_TOKENS_PER_STEP, spec.max_sessions),
-                share_prefixes=False,
+                # Where bits depend on the batch, a step may not depend on what else has been computed before.
+                share_prefixes=kernels.batch_invariant,
             ),
+            kernels=kernels,
             stop_ids=self._renderer.stop_ids,
         )
         self._subscriber = Subscriber(spec.model, self._engine)
@@ -109,7 +114,7 @@ class RolloutWorker:
         for _ in range(self._spec.max_retries + 1):
             for start in range(0, len(pending), self._spec.max_sessions):
                 batch = pending[start : start + self._spec.max_sessions]
-                sampler = EpisodeSampler(self._engine, [job.session for job in batch], Joining.LOCKSTEP)
+                sampler = EpisodeSampler(self._engine, [job.session for job in batch], self._joining)
                 for job, trajectory in zip(
                     batch, self._gather(batch, [sampler] * len(batch), fresh_grading), strict=True
                 ):

@@ -20,8 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from model.binding import Binder, load_published
 from model.config import ModelConfig
-from model.kernels.attention.eager import EagerAttention
+from model.kernels.dispatch import Kernels, resolve_kernels
+from model.kernels.sample.reference import Sampled
+from model.layers import TORCH_DTYPE
+from model.snapshot import PackedTensor, view
 from model.transformer import Transformer
 from rollout.config import ChatFormat, EngineConfig
 from rollout.engine.active import Active, EngineError
@@ -29,8 +33,8 @@ from rollout.engine.kv_cache import KvCache
 from rollout.engine.loading import load
 from rollout.engine.metrics import Counters, EngineMetrics
 from rollout.engine.prefix_cache import PrefixCache
-from rollout.engine.runner import AttentionKernel, Runner, StepOutput
-from rollout.engine.sampling import Choice, Rows
+from rollout.engine.runner import Runner, StepOutput
+from rollout.engine.sampling import Rows
 from rollout.engine.scheduler import Scheduler, Work
 from rollout.engine.stop_text import StopText
 from rollout.engine.text import Completion, Prompt, PromptError, TextSide, is_chat, plain_completion
@@ -53,9 +57,11 @@ class Engine:
         *,
         stop_ids: Collection[int] = (),
         text: TextSide | None = None,
-        attention: AttentionKernel | None = None,
+        kernels: Kernels | None = None,
     ):
         """Reserve the cache. `stop_ids` end every request; `text` is needed for stop strings and text prompts.
+
+        `kernels` `None`: those that `config.kernels` names.
 
         Raises:
             EngineConfigError, CacheError: Settings that cannot be carried out.
@@ -63,6 +69,9 @@ class Engine:
         config.validate()
         with torch.device("meta"):
             self._model = Transformer(model)
+        self._kernels = resolve_kernels(config.kernels) if kernels is None else kernels
+        self._binder = None if self._kernels.layers is None else Binder(model, self._kernels.layers)
+        self._weights: Mapping[str, PackedTensor] | Mapping[str, torch.Tensor] = {}
         self._config = config
         self._stop_ids = frozenset(stop_ids)
         self._text = text
@@ -71,7 +80,7 @@ class Engine:
         self._cache = KvCache(model, config)
         self._prefixes = PrefixCache(self._cache, shared=config.share_prefixes)
         self._scheduler = Scheduler(config, self._cache, self._prefixes, self._counters)
-        self._runner = Runner(self._model, self._cache, config, attention or EagerAttention())
+        self._runner = Runner(self._model, self._cache, config, self._kernels.attention)
         self._requests: dict[int, Active] = {}
         self._busy_sessions: dict[int, int] = {}
         self._next_id = 0
@@ -88,8 +97,11 @@ class Engine:
         config = EngineConfig() if config is None else config
         loaded = load(Path(path), config, chat_format)
         stop_ids = () if loaded.text is None else loaded.text.stop_ids
-        engine = cls(loaded.model, config, stop_ids=stop_ids, text=loaded.text)
-        engine.swap_weights(WeightVersion(0), loaded.views)
+        engine = cls(loaded.model, config, stop_ids=stop_ids, text=loaded.text, kernels=loaded.kernels)
+        if loaded.published is not None:
+            engine.swap_weights(WeightVersion(0), loaded.published)
+        else:
+            engine.swap_values(WeightVersion(0), loaded.values)
         return engine
 
     # ---- weights and memory
@@ -106,16 +118,47 @@ class Engine:
             raise EngineError("engine: no weights yet, got a request; publish a snapshot first")
         return self._version
 
-    def swap_weights(self, version: WeightVersion, views: Mapping[str, torch.Tensor]) -> None:
-        """Replace every tensor at once. Keys and values of the old weights are dropped; no request is."""
-        self._model.load_state_dict(dict(views), strict=True, assign=True)
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether what a request gets is the same to the last bit whatever is computed beside it."""
+        return self._kernels.batch_invariant
+
+    def swap_weights(self, version: WeightVersion, tensors: Mapping[str, PackedTensor]) -> None:
+        """Run these published bytes from the next step on. What old weights computed is dropped; no request is."""
+        if self._binder is not None:
+            load_published(self._model, tensors, self._binder)
+            self._swapped(version, tensors)
+        else:
+            dtype = TORCH_DTYPE[self._model.config.compute_dtype]
+            views = {name: view(packed, dtype, self._kernels.dequantize) for name, packed in tensors.items()}
+            self.swap_values(version, views)
+
+    def swap_values(self, version: WeightVersion, values: Mapping[str, torch.Tensor]) -> None:
+        """As `swap_weights`, of weights in any floating dtype; for layers in plain torch.
+
+        Raises:
+            EngineError: The kernels of this engine read published bytes.
+        """
+        if self._binder is not None:
+            raise EngineError(
+                f"engine: the kernels {self._kernels.name} read published bytes, got values; choose the torch kernels"
+            )
+        self._model.load_state_dict(dict(values), strict=True, assign=True)
+        self._swapped(version, values)
+
+    def _swapped(
+        self, version: WeightVersion, weights: Mapping[str, PackedTensor] | Mapping[str, torch.Tensor]
+    ) -> None:
         self._model.eval().requires_grad_(False)
         self._scheduler.restart_all()
-        self._version = version
+        self._version, self._weights = version, weights
 
     def running_views(self) -> dict[str, np.ndarray]:
         """The weights in use as fp32 arrays, for comparing them with what was published."""
-        return {name: tensor.float().numpy() for name, tensor in self._model.state_dict().items()}
+        return {
+            name: (view(weight) if isinstance(weight, PackedTensor) else weight).float().numpy()
+            for name, weight in self._weights.items()
+        }
 
     def sleep(self) -> None:
         """Give the cache's memory back; requests and sessions stay, and are computed again after `wake`."""
@@ -310,11 +353,13 @@ class Engine:
         self._counters.num_finished += len(finished)
         return finished
 
-    def _choose(self, sampling: list[Active], logits_NV: torch.Tensor) -> Choice:
+    def _choose(self, sampling: list[Active], logits_NV: torch.Tensor) -> Sampled:
         key = [active.request_id for active in sampling]
         if key != self._rows[0]:
             self._rows = key, Rows([active.request for active in sampling])
-        choice = self._rows[1].choose(logits_NV, np.array([len(active.ids) for active in sampling]))
+        choice = self._rows[1].choose(
+            self._kernels.sample, logits_NV, np.array([len(active.ids) for active in sampling])
+        )
         if not bool(choice.logprobs_N.isfinite().all()):
             n = int((~choice.logprobs_N.isfinite()).nonzero()[0])
             raise EngineError(
@@ -361,4 +406,6 @@ class Engine:
 
 
 def _who(request: SampleRequest) -> str:
+    if request.session >= _OWN_SESSIONS:
+        return f"engine: prompt {request.session - _OWN_SESSIONS}"
     return f"engine: session {request.session}"

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from model.checkpoint import load_model
-from model.config import ModelConfig
+from model.config import KernelChoice, ModelConfig
+from model.kernels.dispatch import Kernels, resolve_kernels
 from model.layers import TORCH_DTYPE
 from model.loaded import LoadedModel
-from model.snapshot import view
+from model.snapshot import PackedTensor
 from rollout.config import ChatFormat, EngineConfig, EngineConfigError, LoadMode, Precision
 from rollout.engine.text import TextSide
 from rollout.renderers.base import Renderer
@@ -23,17 +24,19 @@ from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer
 
 log = logging.getLogger(__name__)
 
-_TOLD_BY_TOKENS = (ChatFormat.native, ChatFormat.harmony, ChatFormat.kimi, ChatFormat.deepseek, ChatFormat.chatml)
-"""Formats whose control tokens no format before them has; tried in this order."""
+_TOLD_BY_TOKENS = (ChatFormat.harmony, ChatFormat.kimi, ChatFormat.deepseek, ChatFormat.chatml, ChatFormat.native)
+"""The formats that a tokenizer's control tokens tell apart, tried in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedEngine:
-    """What `Engine.load` builds from."""
+    """What `Engine.load` builds from: the weights are `published` bytes, or else `values`."""
 
     model: ModelConfig
-    views: Mapping[str, torch.Tensor]
+    published: Mapping[str, PackedTensor] | None
+    values: Mapping[str, torch.Tensor]
     text: TextSide | None
+    kernels: Kernels
 
 
 def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> LoadedEngine:
@@ -41,7 +44,8 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
 
     Raises:
         EngineConfigError: A setting that cannot be carried out.
-        CheckpointError, TokenizerError, RendererError: See `load_model`, `load_tokenizer`, `make_renderer`.
+        KernelError, CheckpointError, TokenizerError, RendererError: See `resolve_kernels`,
+            `load_model`, `load_tokenizer`, `make_renderer`.
     """
     config.validate()
     if config.load is LoadMode.mmap:
@@ -49,19 +53,28 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
             "engine.load: only whole checkpoints are read into memory, got mmap; use eager on a machine with room"
         )
     loaded = load_model(path)
-    return LoadedEngine(model=loaded.config, views=_views(loaded, config.precision), text=_text(path, chat_format))
+    published: Mapping[str, PackedTensor] | None = None
+    values: Mapping[str, torch.Tensor] = {}
+    if config.precision is Precision.mxfp4:
+        kernels, published = resolve_kernels(config.kernels), loaded.packed()
+    else:
+        if config.kernels not in (KernelChoice.auto, KernelChoice.torch):
+            raise EngineConfigError(
+                f"engine.kernels: experts in {config.precision} run in torch only, got {config.kernels}; set "
+                "precision to mxfp4, or kernels to torch"
+            )
+        kernels, values = resolve_kernels(KernelChoice.torch), _values(loaded, config.precision)
+    return LoadedEngine(
+        model=loaded.config, published=published, values=values, text=_text(path, chat_format), kernels=kernels
+    )
 
 
-def _views(loaded: LoadedModel, precision: Precision) -> dict[str, torch.Tensor]:
-    """The weights as the engine computes with them, in the model's compute dtype where they need no more."""
+def _values(loaded: LoadedModel, precision: Precision) -> dict[str, torch.Tensor]:
+    masters = loaded.masters()
+    if precision is Precision.fp32:
+        return masters
     dtype = TORCH_DTYPE[loaded.config.compute_dtype]
-    match precision:
-        case Precision.mxfp4:
-            return {name: view(packed, dtype) for name, packed in loaded.packed().items()}
-        case Precision.bf16:
-            return {name: master.bfloat16().to(dtype) for name, master in loaded.masters().items()}
-        case Precision.fp32:
-            return loaded.masters()
+    return {name: master.bfloat16().to(dtype) for name, master in masters.items()}
 
 
 def _text(path: Path, chat_format: ChatFormat | None) -> TextSide | None:

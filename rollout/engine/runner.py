@@ -10,38 +10,16 @@ heads, H query heads, d head dim of keys, e of values, L layers with experts, K 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from model.kernels.attention.reference import Pages, PageTable
+from model.kernels.attention.reference import Attention, PageTable
 from model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.engine.kv_cache import KvCache
 from rollout.engine.scheduler import Work
-
-
-class AttentionKernel(Protocol):
-    """Attention over pages; `model/kernels/attention/reference.py` defines both operations."""
-
-    def write(self, pages: Pages, slots_T: torch.Tensor, x_TGd: torch.Tensor) -> None:
-        """Store keys or values."""
-        ...
-
-    def __call__(
-        self,
-        q_THd: torch.Tensor,
-        keys: Pages,
-        values: Pages,
-        table: PageTable,
-        *,
-        scale: float,
-        window: int = 0,
-        sinks_H: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Outputs [T, H, e]."""
-        ...
 
 
 class StepOutput(NamedTuple):
@@ -55,7 +33,7 @@ class StepOutput(NamedTuple):
 class Runner:
     """Runs a transformer on the pages of a cache."""
 
-    def __init__(self, model: Transformer, cache: KvCache, config: EngineConfig, attention: AttentionKernel):
+    def __init__(self, model: Transformer, cache: KvCache, config: EngineConfig, attention: Attention):
         self._model = model
         self._cache = cache
         self._attention = attention
@@ -106,7 +84,7 @@ class PagedAttend:
 
     keeps_keys = True
 
-    def __init__(self, cache: KvCache, attention: AttentionKernel, slots_T: torch.Tensor, table: PageTable):
+    def __init__(self, cache: KvCache, attention: Attention, slots_T: torch.Tensor, table: PageTable):
         self._cache = cache
         self._attention = attention
         self._slots_T = slots_T

@@ -11,72 +11,29 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import ComputeDtype, ModelConfig
-from model.packed_attention import PackedAttention
-from model.transformer import Transformer, init_weights
+from model.config import ComputeDtype
+from model.kernels.dispatch import resolve_kernels
+from model.snapshot import Format
 from rollout.config import EngineConfig
 from rollout.engine.active import EngineError
 from rollout.engine.engine import Engine
-from rollout.types import FinishReason, SampleRequest, SamplingParams, WeightVersion
-from tests.numerics import families
-from tests.numerics.families import MINI
+from rollout.types import FinishReason, WeightVersion
+from tests.numerics.engines import (
+    CONFIG,
+    CONFIGS,
+    KERNELS,
+    MODEL,
+    STOP,
+    ask,
+    full_forward,
+    make_engine,
+    make_model,
+    prompt,
+    published,
+)
 from tests.numerics.tolerances import BF16_ENGINE_LOGPROB, ENGINE_LOGPROB
 
-STOP = 5
-CONFIG = ModelConfig(
-    vocab_size=40,
-    hidden_size=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    expert_hidden_size=32,
-    tie_embeddings=False,
-)
-CONFIGS = {
-    "grouped queries": CONFIG,
-    "one kv head a head, biased router, shared expert, tied": dataclasses.replace(
-        CONFIG, num_kv_heads=4, router_bias=True, shared_expert_hidden_size=32, tie_embeddings=True
-    ),
-    "one kv head, all experts": dataclasses.replace(CONFIG, num_kv_heads=1, num_experts=3, num_experts_per_tok=3),
-    **{f"family {family}": config for family, config in MINI.items()},
-}
-
-
-def make_model(config=CONFIG, seed=0):
-    if config in MINI.values():
-        return families.make_model(config, seed)
-    model = Transformer(config)
-    init_weights(model, seed)
-    with torch.no_grad():
-        if model.lm_head is not None:
-            model.lm_head.weight.mul_(4.0)  # logits of a few units: neither flat nor certain
-    return model.requires_grad_(False)
-
-
-MODEL = make_model()
-
-
-def make_engine(model=MODEL, *, max_batch_size=8, max_seq_len=64, version=1, **config):
-    settings = EngineConfig(max_batch_size=max_batch_size, max_seq_len=max_seq_len, **config)
-    engine = Engine(model.config, settings, stop_ids={STOP})
-    engine.swap_weights(WeightVersion(version), model.state_dict())
-    return engine
-
-
-def prompt(session, length):
-    generator = torch.Generator().manual_seed(session)
-    return tuple(torch.randint(6, CONFIG.vocab_size, (length,), generator=generator).tolist())
-
-
-def ask(session, length=6, *, temperature=1.0, max_tokens=12, seed=None, ids=None):
-    return SampleRequest(
-        session=session,
-        prompt_ids=prompt(session, length) if ids is None else ids,
-        params=SamplingParams(temperature=temperature, max_tokens=max_tokens),
-        seed=1000 + session if seed is None else seed,
-    )
-
+each_kernels = pytest.mark.parametrize("kernels", KERNELS)
 
 # Mixed prompts, limits and temperatures, so that rows end at different steps and are moved together.
 FIRST_TURN = [
@@ -101,12 +58,6 @@ def second_turn(requests, generations, *, only=None):
         for request, generation in zip(requests, generations, strict=True)
         if only is None or request.session in only
     ]
-
-
-def full_forward(model, ids, replay=None):
-    """Logits [T, V] and routes of a sequence in one pass, without a cache."""
-    out = model(torch.tensor(ids), torch.arange(len(ids)), PackedAttention([0, len(ids)]), replay)
-    return model.logits(out.hidden_TD), out.routes_TLK
 
 
 def check(model, request, generation, routes, *, tolerance=ENGINE_LOGPROB, replay=False):
@@ -138,10 +89,11 @@ def check(model, request, generation, routes, *, tolerance=ENGINE_LOGPROB, repla
 # ---- the cache changes nothing
 
 
+@each_kernels
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_turns_on_the_cache_equal_one_full_forward(name):
+def test_two_turns_on_the_cache_equal_one_full_forward(name, kernels):
     model = make_model(CONFIGS[name])
-    engine = make_engine(model)
+    engine = make_engine(model, kernels=kernels)
     first = engine.sample(FIRST_TURN)
     for request, generation in zip(FIRST_TURN, first, strict=True):
         assert generation.weight_version == 1
@@ -190,22 +142,20 @@ def test_the_check_notices_other_weights():
 
 # ---- determinism
 
-BATCH_INVARIANT = False
-"""Whether the kernels of `make_engine` give a row the same bits whatever is beside it."""
-
 
 def same(a, b):
     """To the last bit."""
     return (
         a.ids == b.ids
         and a.logprobs_T.tobytes() == b.logprobs_T.tobytes()
+        and a.model_logprobs_T.tobytes() == b.model_logprobs_T.tobytes()
         and a.routes_TLK.tobytes() == b.routes_TLK.tobytes()
     )
 
 
-def alike(a, b):
+def alike(a, b, kernels):
     """The same, computed in another company: to the last bit where the kernels are batch-invariant."""
-    if BATCH_INVARIANT:
+    if resolve_kernels(kernels).batch_invariant:
         return same(a, b)
     close = np.abs(a.logprobs_T - b.logprobs_T).max() < 20 * ENGINE_LOGPROB
     return a.ids == b.ids and a.routes_TLK.tobytes() == b.routes_TLK.tobytes() and close
@@ -226,13 +176,48 @@ def test_repeats_are_equal_bit_for_bit_also_in_a_used_cache():
     assert all(same(a, b) for a, b in zip(*rounds, strict=True))
 
 
-def test_tokens_do_not_depend_on_who_is_beside():
-    together = make_engine().sample(FIRST_TURN)
-    for request, beside in zip(FIRST_TURN, together, strict=True):
-        (alone,) = make_engine().sample([request])
-        crowd = make_engine().sample([ask(1, 20, max_tokens=25), request, ask(2, 2, max_tokens=3)])[1]
-        assert alone.ids == beside.ids == crowd.ids
-        check(MODEL, request, crowd, crowd.routes_TLK)
+@each_kernels
+@pytest.mark.parametrize("name", ["grouped queries", "family gpt_oss", "family deepseek_v3"])
+def test_a_request_gets_the_same_whatever_is_computed_beside_it(kernels, name):
+    """Alone, in a crowd, in chunks, preempted, on the pages of others, on other pages."""
+    model = make_model(CONFIGS[name])
+    requests = [*FIRST_TURN[:5], ask(20, 21, max_tokens=12)]
+    crowd = [ask(40 + n, 1 + 9 * n, max_tokens=24 - 3 * n) for n in range(3)]
+    of = {"model": model, "kernels": kernels, "stop_ids": ()}
+    alone = [make_engine(**of).sample([request])[0] for request in requests]
+
+    def company(engine, extra=()):
+        generations = engine.sample([*extra[::2], *requests, *extra[1::2]])
+        num_before = len(extra[::2])
+        return generations[num_before : num_before + len(requests)]
+
+    chunked = make_engine(max_batch_size=4, max_tokens_per_step=7, **of)
+    small = make_engine(memory_bytes=make_engine(max_batch_size=1, **of).cache_bytes, page_size=2, **of)
+    warm = make_engine(page_size=4, **of)
+    warm.sample([dataclasses.replace(request, session=90 + n) for n, request in enumerate(requests)])
+    for others in (
+        company(make_engine(**of)),
+        company(make_engine(max_batch_size=16, page_size=5, **of), crowd),
+        company(chunked, crowd),
+        company(small, crowd),
+        company(warm, crowd),
+    ):
+        assert all(alike(a, b, kernels) for a, b in zip(alone, others, strict=True))
+    assert small.metrics().num_preemptions > 0
+    assert warm.metrics().num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_number_of_threads_changes_no_bit(num_threads):
+    if not make_engine().batch_invariant:
+        pytest.skip("torch's sums follow the number of threads")
+    before = torch.get_num_threads()
+    expected = make_engine().sample(FIRST_TURN)
+    torch.set_num_threads(num_threads)
+    try:
+        assert all(same(a, b) for a, b in zip(make_engine().sample(FIRST_TURN), expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_seed_and_position_decide_and_nothing_else():
@@ -260,11 +245,16 @@ def test_what_a_cache_slot_held_before_never_leaks(poison):
 def test_a_version_full_of_nan_spoils_no_later_one():
     engine = make_engine()
     expected = make_engine().sample(FIRST_TURN)
-    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in MODEL.state_dict().items()}
+    broken = {
+        name: dataclasses.replace(packed, payload=np.full_like(packed.payload, 0xFF))  # NaN as bf16
+        if packed.format is Format.BF16
+        else packed
+        for name, packed in published(MODEL).items()
+    }
     engine.swap_weights(WeightVersion(2), broken)
     with pytest.raises(EngineError, match="logprobs must be finite, got nan in session 10 with weights 2"):
         engine.sample(FIRST_TURN)
-    engine.swap_weights(WeightVersion(3), MODEL.state_dict())
+    engine.swap_weights(WeightVersion(3), published(MODEL))
     assert all(same(a, b) for a, b in zip(engine.sample(FIRST_TURN), expected, strict=True))
 
 
@@ -275,7 +265,7 @@ def test_a_session_goes_on_under_other_weights_and_its_past_is_computed_again():
     engine, new = make_engine(), make_model(seed=1)
     first = engine.sample(FIRST_TURN)
     assert engine.weight_version == 1
-    engine.swap_weights(WeightVersion(2), new.state_dict())
+    engine.swap_weights(WeightVersion(2), published(new))
     requests = second_turn(FIRST_TURN, first)
     fresh = make_engine(new).sample(requests)
     for request, before, generation, other in zip(requests, first, engine.sample(requests), fresh, strict=True):

@@ -12,8 +12,6 @@ import torch
 
 from model.checkpoint import save_model
 from model.config import Family, ModelConfig
-from model.layers import TORCH_DTYPE
-from model.snapshot import view
 from rl.algorithms.grpo import Grpo
 from rl.batch import TrainSample
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
@@ -57,8 +55,7 @@ def write_start(config: ModelConfig, folder: Path) -> Path:
 
 def publish(learner: Learner, engine: Engine, config: ModelConfig, version: int) -> None:
     snapshot, _ = learner.snapshot(WeightVersion(version))
-    dtype = TORCH_DTYPE[config.compute_dtype]
-    engine.swap_weights(snapshot.version, {name: view(packed, dtype) for name, packed in snapshot.tensors.items()})
+    engine.swap_weights(snapshot.version, snapshot.tensors)
 
 
 def sampled(engine: Engine, version: int) -> list[TrainSample]:

@@ -2,9 +2,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 
-from model.config import ComputeDtype, ModelConfig
+from model.config import ComputeDtype, KernelChoice, ModelConfig
+from model.layers import TORCH_DTYPE
 from model.snapshot import SnapshotError, make_snapshot, published_view, view
 from model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
@@ -119,11 +119,13 @@ def test_versions_only_grow(engine, version):
     assert _say(engine).logprobs_T.tobytes() == before.logprobs_T.tobytes()
 
 
-def test_views_are_held_in_the_compute_dtype():
-    config = dataclasses.replace(CONFIG, compute_dtype=ComputeDtype.bf16)
-    engine = Engine(config, EngineConfig(max_batch_size=1, max_seq_len=32), stop_ids={5})
+@pytest.mark.parametrize("dtype", ComputeDtype)
+def test_torch_layers_hold_views_in_the_compute_dtype(dtype):
+    config = dataclasses.replace(CONFIG, compute_dtype=dtype)
+    settings = EngineConfig(max_batch_size=1, max_seq_len=32, kernels=KernelChoice.torch)
+    engine = Engine(config, settings, stop_ids={5})
     Subscriber(config, engine).receive(NEW)
-    assert {tensor.dtype for tensor in engine._model.state_dict().values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in engine._model.state_dict().values()} == {TORCH_DTYPE[dtype]}
     assert all(np.array_equal(tensor, view(NEW.tensors[name])) for name, tensor in engine.running_views().items())
 
 
