@@ -9,12 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from workload import Engine, Prompts, Workload, parse, run
+from workload import Answer, Engine, Prompts, Workload, parse, run
 
 _BUILT = Path(sys.prefix) / "llama.cpp" / "build" / "bin"
 _MODES = ("f32", "bf16", "q8_0", "mxfp4", "mxfp4_q8_0")
@@ -59,33 +59,36 @@ class LlamaCpp(Engine):
 
     def generate(self, prompts: Prompts, new_tokens: int) -> Prompts:
         """See `Engine`."""
-        self._clear()
-        logits_BV = self._decode(_prompt_entries(prompts, every=False), len(prompts))
         answers: Prompts = [[] for _ in prompts]
-        length = len(prompts[0])
-        while True:
+        for logits_BV in self._steps(prompts, answers, new_tokens):
             for answer, token in zip(answers, logits_BV.argmax(-1).tolist(), strict=True):
                 answer.append(token)
-            done = len(answers[0])
-            if done == new_tokens:
-                return answers
-            entries = [(answer[-1], length + done - 1, sequence, True) for sequence, answer in enumerate(answers)]
-            logits_BV = self._decode(entries, len(prompts))
+        return answers
 
-    def prompt_logprobs(self, prompts: Prompts) -> list[list[float]]:
+    def answers(self, prompts: Prompts, new_tokens: int) -> list[Answer]:
         """See `Engine`."""
-        self._clear()
-        logits_TV = self._decode(_prompt_entries(prompts, every=True), sum(map(len, prompts))).astype(np.float64)
-        logits_TV -= logits_TV.max(-1, keepdims=True)
-        logprobs_TV = logits_TV - np.log(np.exp(logits_TV).sum(-1, keepdims=True))
-        rows, found = iter(logprobs_TV), list[list[float]]()
-        for ids in prompts:
-            of_prompt = [next(rows) for _ in ids]
-            found.append([float(row[token]) for row, token in zip(of_prompt, ids[1:], strict=False)])
-        return found
+        answers: Prompts = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        for logits_BV in self._steps(prompts, answers, new_tokens):
+            shifted_BV = logits_BV.astype(np.float64) - logits_BV.max(-1, keepdims=True)
+            best_B = -np.log(np.exp(shifted_BV).sum(-1))  # the chosen id has the largest logit: 0 after the shift
+            for row, token in enumerate(logits_BV.argmax(-1).tolist()):
+                answers[row].append(token)
+                logprobs[row].append(float(best_B[row]))
+        return list(zip(answers, logprobs, strict=True))
 
-    def _clear(self) -> None:
+    def _steps(self, prompts: Prompts, answers: Prompts, new_tokens: int) -> Iterator[np.ndarray]:
+        """The logits of each step, fp32 [B, V]; the caller adds an id to every answer before the next."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), True)
+        length = len(prompts[0])
+        entries = [
+            (token, position, sequence, position == length - 1)
+            for sequence, ids in enumerate(prompts)
+            for position, token in enumerate(ids)
+        ]
+        for step in range(new_tokens):
+            yield self._decode(entries, len(prompts))
+            entries = [(answer[-1], length + step, sequence, True) for sequence, answer in enumerate(answers)]
 
     def _decode(self, entries: Iterable[Entry], num_rows: int) -> np.ndarray:
         """The wanted logits, fp32 [num_rows, V], in the order of the entries; a view that the next call overwrites."""
@@ -101,12 +104,6 @@ class LlamaCpp(Engine):
         if code := self._api.llama_decode(self._context, batch):
             raise SystemExit(f"llama_decode: must succeed, got code {code}; take a smaller batch")
         return np.ctypeslib.as_array(self._api.llama_get_logits(self._context), (num_rows, self._vocab_size))
-
-
-def _prompt_entries(prompts: Prompts, *, every: bool) -> Iterable[Entry]:
-    for sequence, ids in enumerate(prompts):
-        for position, token in enumerate(ids):
-            yield token, position, sequence, every or position == len(ids) - 1
 
 
 def _print_errors(level: int, text: bytes, _: Any) -> None:

@@ -6,9 +6,11 @@ experts; `_loop` is the one that multiplies an expert at a time, the plain mode 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
-from workload import Engine, Prompts, Workload, parse, run
+from workload import Answer, Engine, Prompts, Workload, parse, run
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LOOP = "_loop"
@@ -24,13 +26,24 @@ class Transformers(Engine):
         dtype = _DTYPES[workload.mode.removesuffix(_LOOP)]
         experts = {"experts_implementation": "eager"} if workload.mode.endswith(_LOOP) else {}
         model = transformers.AutoModelForCausalLM.from_pretrained(workload.model / "bf16", dtype=dtype, **experts)
-        self._model = model.eval().requires_grad_(False)
+        self._model: Any = model.eval().requires_grad_(False)
 
-    @torch.inference_mode()
     def generate(self, prompts: Prompts, new_tokens: int) -> Prompts:
         """See `Engine`."""
+        return self._run(prompts, new_tokens)[:, len(prompts[0]) :].tolist()
+
+    def answers(self, prompts: Prompts, new_tokens: int) -> list[Answer]:
+        """See `Engine`."""
+        out = self._run(prompts, new_tokens, output_scores=True, return_dict_in_generate=True)
+        ids_BT = out.sequences[:, len(prompts[0]) :]
+        logprobs_BTV = torch.stack(out.scores, 1).float().log_softmax(-1)
+        logprobs_BT = logprobs_BTV.gather(-1, ids_BT[..., None]).squeeze(-1)
+        return list(zip(ids_BT.tolist(), logprobs_BT.tolist(), strict=True))
+
+    @torch.inference_mode()
+    def _run(self, prompts: Prompts, new_tokens: int, **arguments: Any) -> Any:
         ids = torch.tensor(prompts)
-        out = self._model.generate(
+        return self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
@@ -38,15 +51,8 @@ class Transformers(Engine):
             max_new_tokens=new_tokens,
             eos_token_id=None,
             pad_token_id=0,
+            **arguments,
         )
-        return out[:, ids.shape[1] :].tolist()
-
-    @torch.inference_mode()
-    def prompt_logprobs(self, prompts: Prompts) -> list[list[float]]:
-        """See `Engine`."""
-        ids = torch.tensor(prompts)
-        logprobs = self._model(ids).logits[:, :-1].float().log_softmax(-1)
-        return logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1).tolist()
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from workload import Engine, Prompts, Workload, parse, run
+from workload import Answer, Engine, Prompts, Workload, parse, run
 
 _WEIGHTS = {"bf16": ("bf16", "bfloat16"), "fp32": ("bf16", "float32"), "mxfp4": ("mxfp4", "bfloat16")}
 _COMPILED = "_compiled"
@@ -68,13 +68,14 @@ class Vllm(Engine):
         """See `Engine`."""
         return [list(result.outputs[0].token_ids) for result in self._run(prompts, max_tokens=new_tokens)]
 
-    def prompt_logprobs(self, prompts: Prompts) -> list[list[float]]:
+    def answers(self, prompts: Prompts, new_tokens: int) -> list[Answer]:
         """See `Engine`."""
-        results = self._run(prompts, max_tokens=1, prompt_logprobs=0)
-        return [
-            [entry[token].logprob for token, entry in zip(ids[1:], result.prompt_logprobs[1:], strict=True)]
-            for ids, result in zip(prompts, results, strict=True)
-        ]
+        found: list[Answer] = []
+        for result in self._run(prompts, max_tokens=new_tokens, logprobs=0):
+            said = result.outputs[0]
+            ids = list(said.token_ids)
+            found.append((ids, [entry[token].logprob for token, entry in zip(ids, said.logprobs, strict=True)]))
+        return found
 
     def _run(self, prompts: Prompts, **parameters: Any) -> Any:
         sampling = self._vllm.SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, **parameters)

@@ -4,8 +4,8 @@
 
 A repeat generates greedily for `batch` prompts of random ids, ignoring the end of sequence, from the prompts to the
 last id: prefill is included, loading and the warm-up repeats are not. Every repeat has prompts of its own, so no engine
-profits from a prefix that it has seen. The last line of stdout is the result. With `--logprobs FILE` the logprobs of
-one repeat's prompts are written too: [batch][prompt_tokens - 1] in nats, each id given those before it.
+profits from a prefix that it has seen. The last line of stdout is the result. With `--answers FILE` what the engine
+says and how likely it holds each id is written too, for `score.py`.
 
 Standard library only: it is imported in every engine's own environment.
 """
@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Prompts = list[list[int]]
+Answer = tuple[list[int], list[float]]
+"""Generated ids, and the logprob of each in nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class Workload:
     warmup: int
     threads: int
     seed: int
-    logprobs: Path | None
+    answers: Path | None
 
     @property
     def max_tokens(self) -> int:
@@ -68,8 +70,8 @@ class Engine(ABC):
         """The `new_tokens` greedy ids that follow each prompt."""
 
     @abstractmethod
-    def prompt_logprobs(self, prompts: Prompts) -> list[list[float]]:
-        """For each prompt the logprob of every id but the first, in nats."""
+    def answers(self, prompts: Prompts, new_tokens: int) -> list[Answer]:
+        """The same ids with their logprobs; not timed."""
 
 
 def parse(description: str | None, modes: Sequence[str]) -> Workload:
@@ -81,21 +83,22 @@ def parse(description: str | None, modes: Sequence[str]) -> Workload:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--logprobs", type=Path, help="where to write the prompts' logprobs")
+    parser.add_argument("--answers", type=Path, help="where to write the answers with their logprobs")
     return Workload(**vars(parser.parse_args()))
 
 
 def run(workload: Workload, engine: Engine) -> None:
     """Measure and print."""
     seconds: list[float] = []
+    cpu_seconds: list[float] = []
     for repeat in range(workload.warmup + workload.repeats):
         prompts = workload.prompts(repeat)
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         answers = engine.generate(prompts, workload.new_tokens)
-        elapsed = time.perf_counter() - started
+        elapsed, cpu_elapsed = time.perf_counter() - started, time.process_time() - cpu_started
         if [len(answer) for answer in answers] != [workload.new_tokens] * workload.batch:
             found = sorted({len(answer) for answer in answers})
             raise SystemExit(
@@ -104,8 +107,15 @@ def run(workload: Workload, engine: Engine) -> None:
             )
         if repeat >= workload.warmup:
             seconds.append(elapsed)
-    if workload.logprobs is not None:
-        workload.logprobs.write_text(json.dumps(engine.prompt_logprobs(workload.prompts(0))))
+            cpu_seconds.append(cpu_elapsed)
+    if workload.answers is not None:
+        prompts = workload.prompts(0)
+        answers = engine.answers(prompts, workload.new_tokens)
+        rows = [
+            {"prompt": prompt, "ids": ids, "logprobs": logprobs}
+            for prompt, (ids, logprobs) in zip(prompts, answers, strict=True)
+        ]
+        workload.answers.write_text(json.dumps(rows))
     generated = workload.batch * workload.new_tokens
     result = {
         "peer": engine.peer,
@@ -117,6 +127,7 @@ def run(workload: Workload, engine: Engine) -> None:
         "new_tokens": workload.new_tokens,
         "threads": workload.threads,
         "seconds": [round(value, 4) for value in seconds],
+        "cpu_seconds": [round(value, 4) for value in cpu_seconds],
         "tokens_per_second": round(generated / statistics.median(seconds), 1) if seconds else None,
     }
     print(json.dumps(result), flush=True)
