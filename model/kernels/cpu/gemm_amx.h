@@ -10,8 +10,8 @@
 // small or too large for that (`extreme`) are multiplied in fp32 instead. Weights in bf16 must be finite where
 // activations are fp32: infinity times an empty lower part is NaN.
 //
-// A strip of MXFP4 is decoded a chunk of blocks at a time into tiles in the first-level cache, while the tiles of the
-// chunk before are multiplied; all rows of a panel use a decoded chunk.
+// A strip of MXFP4 is decoded a chunk of blocks at a time into tiles in the first-level cache. All rows of a panel use
+// a decoded chunk; while the last of them do, the next chunk is decoded into the places of tiles that are done with.
 #pragma once
 #include <immintrin.h>
 
@@ -31,7 +31,8 @@ constexpr int64_t kTileWords = kTileRows * kBlock;  // bf16 values; 1 KiB
 constexpr int64_t kRowBytes = kBlock * 2;           // of a tile
 constexpr int kPanelTiles = 12;                     // rows of one pass; a multiple of three, so that no row is cut
 constexpr int kSumColumns = kMaxStrips * kStrip;
-constexpr int kChunk = 8;                           // blocks decoded ahead
+constexpr int kResident = 3;                        // tiles of rows whose sums stay in tile registers over all of K
+constexpr int kSmallChunk = 2, kLargeChunk = 8;     // blocks, with resident sums and without; powers of two
 constexpr int64_t kAheadBlocks = 16;                // fetched ahead
 
 // The compiler's own tile loads and stores do not tell it that they read and write memory.
@@ -73,11 +74,21 @@ inline void configure(int rows) {
 
 inline int64_t parts(Dtype dtype) { return dtype == Dtype::kFp32 ? 3 : 1; }
 
-// Rows in memory: sixteen a tile, but only the real ones when one tile holds them all (they then stay in the
-// first-level cache when there are few).
-inline int64_t tile_rows(int64_t rows) {
-  return rows <= kTileRows ? rows : (rows + kTileRows - 1) / kTileRows * kTileRows;
-}
+// Prepared rows lie as [tile][block][row of the tile][32]. A tile has sixteen rows, but only the real ones when it
+// holds them all: a few rows then stay in the first-level cache.
+struct Tiles {
+  int64_t num, rows, blocks;
+
+  Tiles(int64_t count, int64_t blocks, Dtype dtype)
+      : num((count * parts(dtype) + kTileRows - 1) / kTileRows),
+        rows(num == 1 ? count * parts(dtype) : kTileRows),
+        blocks(blocks) {}
+  int64_t block_words() const { return rows * kBlock; }
+  int64_t words() const { return blocks * block_words(); }  // of a tile
+  int64_t at(int64_t row, int64_t block) const {
+    return row / kTileRows * words() + (block * rows + row % kTileRows) * kBlock;
+  }
+};
 
 struct Parts {
   __m512i high, middle, low;  // bf16 in the upper half of each 32-bit lane
@@ -101,12 +112,12 @@ inline __m512i join(__m512i first, __m512i second) {  // the upper halves of 32 
   return _mm512_permutex2var_epi16(first, _mm512_load_si512(kOdd), second);
 }
 
-inline void prepare_fp32(const float* x, int count, uint16_t* to) {  // one row of one block: three rows of tiles
+inline void prepare_fp32(const float* x, int count, uint16_t* high, uint16_t* middle, uint16_t* low) {
   const Parts a = split(_mm512_maskz_loadu_ps(simd::first(count), x));
   const Parts b = split(_mm512_maskz_loadu_ps(simd::first(std::max(0, count - 16)), x + 16));
-  _mm512_store_si512(to, join(a.high, b.high));
-  _mm512_store_si512(to + kBlock, join(a.middle, b.middle));
-  _mm512_store_si512(to + 2 * kBlock, join(a.low, b.low));
+  _mm512_store_si512(high, join(a.high, b.high));
+  _mm512_store_si512(middle, join(a.middle, b.middle));
+  _mm512_store_si512(low, join(a.low, b.low));
 }
 
 // Sixteen columns of 32 k from codes to a tile of weights. A code becomes its value times 2^125 in bf16; taking
@@ -144,14 +155,14 @@ inline void fetch(const void* p, int lines) {
   for (int line = 0; line < lines; ++line) _mm_prefetch((const char*)p + 64 * line, _MM_HINT_T0);
 }
 
-// The tiles of weights of one or two strips, a chunk of blocks after another.
+// The tiles of weights of one or two strips: of a chunk of blocks, and of the next.
 template <class Strip>
 class Weights;
 
 template <>
 class Weights<Bf16Strip> {
  public:
-  Weights(const Bf16Strip* strips, int, int64_t) : strips_(strips) {}
+  Weights(const Bf16Strip* strips, int, int64_t, int, int) : strips_(strips) {}
   const uint16_t* tile(int strip, int64_t block) const { return strips_[strip].values + block * kBf16BlockWords; }
   void make(int strip, int64_t block) const { fetch(tile(strip, block + kAheadBlocks), 16); }
 
@@ -162,46 +173,50 @@ class Weights<Bf16Strip> {
 template <>
 class Weights<Mxfp4Strip> {
  public:
-  Weights(const Mxfp4Strip* strips, int num_strips, int64_t blocks) : strips_(strips) {
-    for (int strip = 0; strip < num_strips; ++strip) {
-      for (int64_t block = 0; block < std::min<int64_t>(kChunk, blocks); ++block) make(strip, block);
+  Weights(const Mxfp4Strip* strips, int num_strips, int64_t blocks, int chunk, int places)
+      : strips_(strips), mask_(places - 1) {
+    for (int64_t block = 0; block < std::min<int64_t>(chunk, blocks); ++block) {
+      for (int strip = 0; strip < num_strips; ++strip) make(strip, block);
     }
   }
-  const uint16_t* tile(int strip, int64_t block) const { return tiles_[block % (2 * kChunk)][strip]; }
-  void make(int strip, int64_t block) {
+  const uint16_t* tile(int strip, int64_t block) const { return tiles_[block & mask_][strip]; }
+  void make(int strip, int64_t block) {  // in the place of an earlier block
     const uint8_t* codes = strips_[strip].codes + block * kMxfp4BlockBytes;
     const uint8_t* scales = strips_[strip].scales + block * kStrip;
     fetch(codes + kAheadBlocks * kMxfp4BlockBytes, 4);
     fetch(scales + kAheadBlocks * kStrip, 1);
-    decode(codes, scales, tiles_[block % (2 * kChunk)][strip]);
+    decode(codes, scales, tiles_[block & mask_][strip]);
   }
 
  private:
   const Mxfp4Strip* strips_;
-  alignas(64) uint16_t tiles_[2 * kChunk][kMaxStrips][kTileWords];
+  int64_t mask_;
+  alignas(64) uint16_t tiles_[kLargeChunk][kMaxStrips][kTileWords];
 };
 
 // One block of `kTiles` tiles of rows and `kStrips` strips. Sums: tiles 0.. in the order (row tile, strip).
-// `ahead(strip)` makes a later tile of weights while the tiles are busy.
-template <int kStrips, int kTiles, class Ahead>
-inline void step(const uint16_t* a, const uint16_t* b0, const uint16_t* b1, const Ahead& ahead) {
+// `ahead(strip)` makes a later tile of weights, in the place of this block's unless `kEarly` with three tiles of rows.
+template <int kStrips, int kTiles, bool kEarly, class Ahead>
+inline void step(const uint16_t* a, int64_t tile_words, const uint16_t* b0, const uint16_t* b1, const Ahead& ahead) {
   constexpr int64_t kStride = kRowBytes;
   if constexpr (kTiles == 3 && kStrips == 2) {  // six sums leave one tile for each side
     load_tile<6>(a, kStride);
     load_tile<7>(b0, kStride);
     multiply_tiles<0, 6, 7>();
-    ahead(0);
+    if constexpr (kEarly) ahead(0);
     load_tile<7>(b1, kStride);
     multiply_tiles<1, 6, 7>();
-    load_tile<6>(a + kTileWords, kStride);
+    load_tile<6>(a + tile_words, kStride);
     multiply_tiles<3, 6, 7>();
-    ahead(1);
+    if constexpr (kEarly) ahead(1);
     load_tile<7>(b0, kStride);
     multiply_tiles<2, 6, 7>();
-    load_tile<6>(a + 2 * kTileWords, kStride);
+    if constexpr (!kEarly) ahead(0);
+    load_tile<6>(a + 2 * tile_words, kStride);
     multiply_tiles<4, 6, 7>();
     load_tile<7>(b1, kStride);
     multiply_tiles<5, 6, 7>();
+    if constexpr (!kEarly) ahead(1);
   } else {
     load_tile<4>(a, kStride);
     load_tile<6>(b0, kStride);
@@ -213,12 +228,12 @@ inline void step(const uint16_t* a, const uint16_t* b0, const uint16_t* b1, cons
       ahead(1);
     }
     if constexpr (kTiles >= 2) {
-      load_tile<5>(a + kTileWords, kStride);
+      load_tile<5>(a + tile_words, kStride);
       multiply_tiles<kStrips, 5, 6>();
       if constexpr (kStrips == 2) multiply_tiles<3, 5, 7>();
     }
     if constexpr (kTiles == 3) {
-      load_tile<4>(a + 2 * kTileWords, kStride);
+      load_tile<4>(a + 2 * tile_words, kStride);
       multiply_tiles<2, 4, 6>();
     }
   }
@@ -245,44 +260,44 @@ inline void sums(Sums what, float* memory) {
 }
 
 struct Chunk {
-  int64_t first, last, end;  // blocks [first, last), of `end`
-  bool stay;                 // the sums stay in their tiles from chunk to chunk
-  bool ahead[kMaxStrips];    // strips of which the next chunk is made meanwhile
+  int64_t first, last, size, end;  // blocks [first, last) of `end`
 };
 
-template <class Strip, int kStrips, int kTiles>
-void multiply_chunk(Weights<Strip>& weights, const uint16_t* a, int64_t block_words, const Chunk& chunk,
+// With `kStay` the sums stay in their tiles from chunk to chunk.
+template <class Strip, int kStrips, int kTiles, bool kStay>
+void multiply_chunk(Weights<Strip>& weights, const uint16_t* a, const Tiles& rows, const Chunk& chunk, bool last_rows,
                     float* memory) {
   if (chunk.first == 0) sums<kStrips, kTiles>(Sums::kZero, memory);
-  if (chunk.first != 0 && !chunk.stay) sums<kStrips, kTiles>(Sums::kLoad, memory);
+  if (chunk.first != 0 && !kStay) sums<kStrips, kTiles>(Sums::kLoad, memory);
+  const int64_t end = last_rows ? chunk.end : 0;
   for (int64_t block = chunk.first; block < chunk.last; ++block) {
-    const int64_t next = block + kChunk;
+    const int64_t next = block + chunk.size;
     const auto ahead = [&](int strip) {
-      if (chunk.ahead[strip] && next < chunk.end) weights.make(strip, next);
+      if (next < end) weights.make(strip, next);
     };
     const uint16_t* b1 = kStrips == 2 ? weights.tile(1, block) : nullptr;
-    step<kStrips, kTiles>(a + block * block_words, weights.tile(0, block), b1, ahead);
+    step<kStrips, kTiles, kStay>(a + block * rows.block_words(), rows.words(), weights.tile(0, block), b1, ahead);
   }
-  if (chunk.last == chunk.end || !chunk.stay) sums<kStrips, kTiles>(Sums::kStore, memory);
+  if (chunk.last == chunk.end || !kStay) sums<kStrips, kTiles>(Sums::kStore, memory);
 }
 
 // `tiles` tiles of rows, at most `kPanelTiles`, into `memory` [16 tiles][kSumColumns].
-template <class Strip, int kStrips>
-void multiply_panel(const Strip* strips, const uint16_t* a, int64_t block_words, int64_t blocks, int tiles,
-                    float* memory) {
-  Weights<Strip> weights(strips, kStrips, blocks);
-  const bool single = tiles <= 3;
-  for (int64_t first = 0; first < blocks; first += kChunk) {
-    Chunk chunk{first, std::min(first + kChunk, blocks), blocks, single, {}};
+template <class Strip, int kStrips, bool kStay>
+void multiply_panel(const Strip* strips, const uint16_t* a, const Tiles& rows, int tiles, float* memory) {
+  constexpr int64_t kSize = kStay ? kSmallChunk : kLargeChunk;
+  const int64_t blocks = rows.blocks;
+  const bool reload = kStay && tiles == 3;  // `step` still needs a tile of weights after it made the later one
+  Weights<Strip> weights(strips, kStrips, blocks, int(kSize), int(reload ? 2 * kSize : kSize));
+  for (int64_t first = 0; first < blocks; first += kSize) {
+    const Chunk chunk{first, std::min(first + kSize, blocks), kSize, blocks};
     for (int tile = 0; tile < tiles;) {
       const int left = tiles - tile, count = left == 1 || left == 3 ? left : 2;
-      chunk.ahead[0] = tile == 0;
-      chunk.ahead[1] = kStrips == 2 && (single || tile == 2);
-      const uint16_t* rows = a + tile * kTileWords;
+      const uint16_t* from = a + tile * rows.words();
       float* at = memory + tile * kTileRows * kSumColumns;
-      if (count == 1) multiply_chunk<Strip, kStrips, 1>(weights, rows, block_words, chunk, at);
-      if (count == 2) multiply_chunk<Strip, kStrips, 2>(weights, rows, block_words, chunk, at);
-      if (count == 3) multiply_chunk<Strip, kStrips, 3>(weights, rows, block_words, chunk, at);
+      const bool last = count == left;
+      if (count == 1) multiply_chunk<Strip, kStrips, 1, kStay>(weights, from, rows, chunk, last, at);
+      if (count == 2) multiply_chunk<Strip, kStrips, 2, kStay>(weights, from, rows, chunk, last, at);
+      if (count == 3) multiply_chunk<Strip, kStrips, 3, kStay>(weights, from, rows, chunk, last, at);
       tile += count;
     }
   }
@@ -291,7 +306,8 @@ void multiply_panel(const Strip* strips, const uint16_t* a, int64_t block_words,
 // A strip of MXFP4 with weights that tiles cannot hold: decoded to fp32 and multiplied there, k after k.
 inline void multiply_extreme(const Mxfp4Strip& strip, const Rows& x, float* out, int64_t stride) {
   constexpr float kValues[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-  const int64_t num_parts = parts(x.dtype), rows = tile_rows(x.count * num_parts);
+  const int64_t num_parts = parts(x.dtype);
+  const Tiles rows(x.count, x.blocks, x.dtype);
   for (int64_t row = 0; row < x.count; ++row) simd::store(out + row * stride, simd::zero());
   for (int64_t block = 0; block < x.blocks; ++block) {
     const uint16_t* words = (const uint16_t*)(strip.codes + block * kMxfp4BlockBytes);
@@ -307,12 +323,11 @@ inline void multiply_extreme(const Mxfp4Strip& strip, const Rows& x, float* out,
       }
     }
     for (int64_t row = 0; row < x.count; ++row) {
-      const uint16_t* in = (const uint16_t*)x.data + (block * rows + row * num_parts) * kBlock;
       simd::F16 sum = simd::load(out + row * stride);
       for (int k = 0; k < kBlock; ++k) {
         float value = 0;
         for (int64_t part = num_parts - 1; part >= 0; --part) {  // low, middle, high: exact
-          const uint32_t bits = uint32_t(in[part * kBlock + k]) << 16;
+          const uint32_t bits = uint32_t(((const uint16_t*)x.data)[rows.at(row * num_parts + part, block) + k]) << 16;
           float piece;
           std::memcpy(&piece, &bits, 4);
           value += piece;
@@ -326,16 +341,20 @@ inline void multiply_extreme(const Mxfp4Strip& strip, const Rows& x, float* out,
 
 template <class Strip, int kStrips>
 void multiply_strips(const Strip* strips, const Rows& x, float* out, int64_t stride) {
-  const int64_t num_parts = parts(x.dtype), real = x.count * num_parts, rows = tile_rows(real);
-  const int64_t block_words = rows * kBlock;
-  configure(int(std::min<int64_t>(real, kTileRows)));
+  const int64_t num_parts = parts(x.dtype);
+  const Tiles rows(x.count, x.blocks, x.dtype);
+  configure(int(rows.rows));
   alignas(64) float memory[kPanelTiles * kTileRows * kSumColumns];
   const int64_t panel_rows = kPanelTiles * kTileRows / num_parts;
   for (int64_t first = 0; first < x.count; first += panel_rows) {
     const int64_t count = std::min(panel_rows, x.count - first);
     const int tiles = int((count * num_parts + kTileRows - 1) / kTileRows);
-    const uint16_t* a = (const uint16_t*)x.data + first * num_parts * kBlock;
-    multiply_panel<Strip, kStrips>(strips, a, block_words, x.blocks, tiles, memory);
+    const uint16_t* a = (const uint16_t*)x.data + rows.at(first * num_parts, 0);
+    if (tiles <= kResident) {
+      multiply_panel<Strip, kStrips, true>(strips, a, rows, tiles, memory);
+    } else {
+      multiply_panel<Strip, kStrips, false>(strips, a, rows, tiles, memory);
+    }
     for (int64_t row = 0; row < count; ++row) {
       for (int strip = 0; strip < kStrips; ++strip) {
         const float* sum = memory + row * num_parts * kSumColumns + strip * kStrip;
@@ -362,28 +381,33 @@ struct Scope {
 };
 
 inline int64_t rows_bytes(int64_t count, int64_t blocks, Dtype dtype) {
-  return amx::tile_rows(count * amx::parts(dtype)) * blocks * amx::kRowBytes;
+  const amx::Tiles tiles(count, blocks, dtype);
+  return tiles.num * tiles.words() * 2;
 }
 
 inline void prepare(const void* x, int64_t stride, const int32_t* gather, int64_t count, int64_t k, Dtype dtype,
                     void* memory, int64_t first_block, int64_t last_block) {
-  const int64_t num_parts = amx::parts(dtype), real = count * num_parts, rows = amx::tile_rows(real);
+  const int64_t num_parts = amx::parts(dtype);
+  const amx::Tiles tiles(count, (k + kBlock - 1) / kBlock, dtype);
+  uint16_t* const to = (uint16_t*)memory;
   for (int64_t row = 0; row < count; ++row) {
-    const int64_t from = (gather ? int64_t(gather[row]) : row) * stride;
+    const int64_t from = (gather ? int64_t(gather[row]) : row) * stride, place = row * num_parts;
     for (int64_t block = first_block; block < last_block; ++block) {
-      uint16_t* to = (uint16_t*)memory + (block * rows + row * num_parts) * kBlock;
       const int64_t at = from + block * kBlock;
       const int filled = int(std::min<int64_t>(kBlock, k - block * kBlock));
       if (dtype == Dtype::kFp32) {
-        amx::prepare_fp32((const float*)x + at, filled, to);
+        amx::prepare_fp32((const float*)x + at, filled, to + tiles.at(place, block), to + tiles.at(place + 1, block),
+                          to + tiles.at(place + 2, block));
       } else {
         const __mmask32 mask = filled >= kBlock ? ~__mmask32(0) : (__mmask32(1) << filled) - 1;
-        _mm512_store_si512(to, _mm512_maskz_loadu_epi16(mask, (const uint16_t*)x + at));
+        _mm512_store_si512(to + tiles.at(place, block), _mm512_maskz_loadu_epi16(mask, (const uint16_t*)x + at));
       }
     }
   }
-  for (int64_t block = first_block; block < last_block && real < rows; ++block) {
-    std::memset((uint16_t*)memory + (block * rows + real) * kBlock, 0, (rows - real) * amx::kRowBytes);
+  for (int64_t row = count * num_parts; row < tiles.num * tiles.rows; ++row) {
+    for (int64_t block = first_block; block < last_block; ++block) {
+      _mm512_store_si512(to + tiles.at(row, block), _mm512_setzero_si512());
+    }
   }
 }
 

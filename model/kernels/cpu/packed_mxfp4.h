@@ -4,6 +4,7 @@
 // directions keep every byte.
 #pragma once
 #include <immintrin.h>
+#include <sys/mman.h>
 
 #include <cstdint>
 #include <cstring>
@@ -28,8 +29,18 @@ inline bool is_extreme(uint64_t low, uint64_t high, uint8_t scale) {
   return scale == 255 || ((scale < 2 || scale > 252) && ((low | high) & kMagnitudes) != 0);
 }
 
+// Memory about to be written for the first time in pages of 2 MiB, where it spans some: a product reads it once from
+// end to end, and small pages cost it address translations. The system may refuse.
+inline void ask_for_large_pages(void* memory, int64_t bytes) {
+  constexpr uintptr_t kLargePage = 2 << 20;
+  const uintptr_t first = ((uintptr_t)memory + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t last = ((uintptr_t)memory + uintptr_t(bytes)) / kLargePage * kLargePage;
+  if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
+}
+
 inline void pack(const uint8_t* blocks, const uint8_t* scales, PackedMxfp4& to) {
   constexpr uint64_t kEven = 0x0F0F0F0F0F0F0F0Full;
+  ask_for_large_pages(to.codes, to.num_matrices * to.strips * to.blocks * gemm::kMxfp4BlockBytes);
 #pragma omp parallel for schedule(static)
   for (int64_t at = 0; at < to.num_matrices * to.strips; ++at) {
     const int64_t matrix = at / to.strips, first = at % to.strips * gemm::kStrip;

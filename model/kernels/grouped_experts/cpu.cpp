@@ -24,6 +24,7 @@ namespace {
 
 constexpr int64_t kMaxColumns = gemm::kMaxStrips * kStrip;
 constexpr int64_t kRoundBytes = 32 << 20;     // prepared rows in memory at once
+constexpr int64_t kFewBytes = 128 << 10;      // of prepared rows that one thread makes before the others start
 constexpr int64_t kKeptBytes = 128 << 20;     // scratch that stays between calls
 constexpr int64_t kTaskCost = 160 << 10;      // of one task, in bytes of weights read once
 constexpr int64_t kParallelCost = 256 << 10;  // of a layer from which threads pay
@@ -256,7 +257,8 @@ void run_layer(const Layer& layer, std::vector<Panel>& panels, const std::vector
     round_rows = std::max(round_rows, panels[last - 1].first + panels[last - 1].count - panels[first].first);
   }
   for (const Panel& panel : panels) {
-    cost += pair_cost(panel, x_blocks, dtype) * gate_pairs.count + pair_cost(panel, act_blocks, dtype) * down_pairs.count;
+    cost += pair_cost(panel, x_blocks, dtype) * gate_pairs.count;
+    cost += pair_cost(panel, act_blocks, dtype) * down_pairs.count;
   }
   const int64_t act_bytes = up(round_rows * hidden * element_bytes(dtype), 64);
   const int64_t rows_bytes = layer.rows ? 0 : num_rows * dim * 4;
@@ -266,6 +268,10 @@ void run_layer(const Layer& layer, std::vector<Panel>& panels, const std::vector
 
   std::vector<Task> tasks[2];
   int64_t first = 0, last = 0;
+  const auto prepare_x = [&](const Panel& panel) {
+    gemm::prepare(layer.x, dim, token.data() + panel.first, panel.count, dim, dtype, prepared + panel.memory, 0,
+                  x_blocks);
+  };
 #pragma omp parallel if (cost > kParallelCost)
   {
     const gemm::Scope scope;
@@ -278,15 +284,14 @@ void run_layer(const Layer& layer, std::vector<Panel>& panels, const std::vector
           last = place(panels, first, std::max(x_blocks, act_blocks), dtype, bytes);
           tasks[0] = share(panels.data(), first, last, gate_pairs, x_blocks, dtype);
           tasks[1] = share(panels.data(), first, last, down_pairs, act_blocks, dtype);
+          for (int64_t i = first; i < last && bytes <= kFewBytes; ++i) prepare_x(panels[i]);
         }
       }
       if (first == int64_t(panels.size())) break;
       const int64_t first_row = panels[first].first;
+      if (bytes > kFewBytes) {
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t i = first; i < last; ++i) {
-        const Panel& panel = panels[i];
-        gemm::prepare(layer.x, dim, token.data() + panel.first, panel.count, dim, dtype, prepared + panel.memory, 0,
-                      x_blocks);
+        for (int64_t i = first; i < last; ++i) prepare_x(panels[i]);
       }
 #pragma omp for schedule(dynamic, 1)
       for (size_t i = 0; i < tasks[0].size(); ++i) {
@@ -341,15 +346,22 @@ int mxfp4_linear(const void* x, const PackedMxfp4* matrix, float* out, int64_t c
   for (int64_t first = 0, last; first < int64_t(panels.size()); first = last) {
     last = place(panels, first, matrix->blocks, dtype, bytes);
     char* prepared = scratch.get(bytes);
+    const auto prepare = [&](int64_t i, int64_t first_block, int64_t last_block) {
+      const char* from = (const char*)x + panels[i].first * k * element_bytes(dtype);
+      gemm::prepare(from, k, nullptr, panels[i].count, k, dtype, prepared + panels[i].memory, first_block, last_block);
+    };
     const std::vector<Task> tasks = share(panels.data(), first, last, pairs, matrix->blocks, dtype);
-#pragma omp parallel
+    const bool few = bytes <= kFewBytes;
+    if (few) {
+      for (int64_t i = first; i < last; ++i) prepare(i, 0, matrix->blocks);
+    }
+#pragma omp parallel if (tasks.size() > 1)
     {
       const gemm::Scope scope;
+      if (!few) {
 #pragma omp for schedule(static) collapse(2)
-      for (int64_t i = first; i < last; ++i) {
-        for (int64_t block = 0; block < matrix->blocks; ++block) {
-          const char* from = (const char*)x + panels[i].first * k * element_bytes(dtype);
-          gemm::prepare(from, k, nullptr, panels[i].count, k, dtype, prepared + panels[i].memory, block, block + 1);
+        for (int64_t i = first; i < last; ++i) {
+          for (int64_t block = 0; block < matrix->blocks; ++block) prepare(i, block, block + 1);
         }
       }
 #pragma omp for schedule(dynamic, 1)
