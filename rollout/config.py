@@ -84,8 +84,9 @@ class EngineConfig:
 
     At most `max_batch_size` requests decode together, each of at most `max_seq_len` positions; a step computes at most
     `max_tokens_per_step` tokens, so long prompts are computed in chunks beside the decoding ones. `memory_bytes`
-    bounds the cache of keys and values (0: enough for a full batch of the longest sequences). `share_prefixes` lets
-    requests use the pages of others that begin alike. `seed` keys the requests of `Engine.generate`.
+    bounds the cache of keys and values (0: enough for a full batch of the longest sequences), `expert_memory_bytes` the
+    experts that are held with `load` mmap (0: what the machine has). `share_prefixes` lets requests use the pages of
+    others that begin alike. `seed` keys the requests of `Engine.generate`.
     """
 
     precision: Precision = Precision.mxfp4
@@ -97,6 +98,7 @@ class EngineConfig:
     page_size: int = 16
     share_prefixes: bool = True
     load: LoadMode = LoadMode.eager
+    expert_memory_bytes: int = 0
     kernels: KernelChoice = KernelChoice.auto
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -118,7 +120,8 @@ class EngineConfig:
                 f"engine.max_tokens_per_step: must hold one token of each of max_batch_size={self.max_batch_size} "
                 f"requests, got {self.max_tokens_per_step}; raise it or lower max_batch_size"
             )
-        if self.memory_bytes < 0:
-            raise EngineConfigError(
-                f"engine.memory_bytes: must not be negative, got {self.memory_bytes}; use 0 for none"
-            )
+        for name in ("memory_bytes", "expert_memory_bytes"):
+            if getattr(self, name) < 0:
+                raise EngineConfigError(
+                    f"engine.{name}: must not be negative, got {getattr(self, name)}; use 0 for no bound"
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint import load_model
+from model.checkpoint import load_model, open_model
 from model.config import KernelChoice, ModelConfig
+from model.kernels.cpu.isa import Isa
 from model.kernels.dispatch import Kernels, resolve_kernels
 from model.layers import TORCH_DTYPE
 from model.loaded import LoadedModel
 from model.snapshot import PackedTensor
 from rollout.config import ChatFormat, EngineConfig, EngineConfigError, LoadMode, Precision
+from rollout.engine.mapped import MappedExperts, spool
 from rollout.engine.text import TextSide
 from rollout.renderers.base import Renderer
 from rollout.renderers.codec import RendererError
@@ -49,9 +52,7 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
     """
     config.validate()
     if config.load is LoadMode.mmap:
-        raise EngineConfigError(
-            "engine.load: only whole checkpoints are read into memory, got mmap; use eager on a machine with room"
-        )
+        return _load_mapped(path, config, chat_format)
     loaded = load_model(path)
     published: Mapping[str, PackedTensor] | None = None
     values: Mapping[str, torch.Tensor] = {}
@@ -66,6 +67,26 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
         kernels, values = resolve_kernels(KernelChoice.torch), _values(loaded, config.precision)
     return LoadedEngine(
         model=loaded.config, published=published, values=values, text=_text(path, chat_format), kernels=kernels
+    )
+
+
+def _load_mapped(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> LoadedEngine:
+    """As `load`, with the experts on disk."""
+    kernels = resolve_kernels(config.kernels)
+    if kernels.layers is None or config.precision is not Precision.mxfp4:
+        raise EngineConfigError(
+            f"engine.load: experts are mapped as MXFP4 for the CPU kernels, got mmap with precision "
+            f"{config.precision} and kernels {kernels.name}; set load to eager, or precision to mxfp4 and kernels to "
+            "auto on a machine with a compiler"
+        )
+    experts = MappedExperts(Isa(kernels.name.value), budget_bytes=config.expert_memory_bytes)
+    opened = open_model(path)
+    return LoadedEngine(
+        model=opened.config,
+        published=spool(opened.weights),
+        values={},
+        text=_text(path, chat_format),
+        kernels=dataclasses.replace(kernels, layers=dataclasses.replace(kernels.layers, experts=experts)),
     )
 
 

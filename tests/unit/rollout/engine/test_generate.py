@@ -192,7 +192,11 @@ def test_prompts_that_cannot_be_read_are_one_line(engine, prompts, how, line):
     ("settings", "error", "line"),
     [
         ({"tensor_parallel_size": 2}, EngineConfigError, "engine.tensor_parallel_size: an engine runs on one device"),
-        ({"load": LoadMode.mmap}, EngineConfigError, "engine.load: only whole checkpoints are read into memory, got"),
+        (
+            {"load": LoadMode.mmap, "kernels": KernelChoice.torch},
+            EngineConfigError,
+            "engine.load: experts are mapped as MXFP4 for the CPU kernels, got mmap with precision mxfp4 and kernels",
+        ),
         (
             {"precision": Precision.bf16, "kernels": KernelChoice.avx2},
             EngineConfigError,

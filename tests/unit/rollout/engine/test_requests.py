@@ -304,7 +304,7 @@ def test_a_budget_below_one_sequence_is_refused():
         ({"pipeline_parallel_size": 4}, "engine.pipeline_parallel_size: an engine runs on one device, got 4"),
         ({"max_batch_size": 0}, "engine.max_batch_size: must be at least 1, got 0; raise it"),
         ({"max_tokens_per_step": 3, "max_batch_size": 4}, "engine.max_tokens_per_step: must hold one token of each"),
-        ({"memory_bytes": -1}, "engine.memory_bytes: must not be negative, got -1; use 0 for none"),
+        ({"memory_bytes": -1}, "engine.memory_bytes: must not be negative, got -1; use 0 for no bound"),
     ],
 )
 def test_settings_that_cannot_be_carried_out_are_one_line(settings, line):
