@@ -74,20 +74,23 @@ extern "C" int64_t multiply_adds(int64_t rounds) {
   int64_t total = 0;
 #pragma omp parallel reduction(+ : total)
   {
-    Vec sum[kVectors] = {};
+    Vec sum[kVectors];
+    for (int v = 0; v < kVectors; ++v) sum[v] = Vec{} + float(v);
     const Vec a = Vec{} + 0.999f, b = Vec{} + 1e-4f;
     for (int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 12
-      for (Vec& s : sum) {
+      for (int v = 0; v < kVectors; ++v) {
 #if defined(__AVX512F__)
-        s = _mm512_fmadd_ps(s, a, b);
+        sum[v] = _mm512_fmadd_ps(sum[v], a, b);
 #else
-        s = _mm256_fmadd_ps(s, a, b);
+        sum[v] = _mm256_fmadd_ps(sum[v], a, b);
 #endif
       }
-      asm volatile("" : "+x"(sum[0]));
+      asm volatile("" ::"x"(sum[0]));
     }
-    for (const Vec& s : sum) asm volatile("" ::"x"(s));
+    Vec all = {};
+    for (const Vec& s : sum) all += s;
+    asm volatile("" ::"x"(all));
     total += rounds * kVectors * kLanes;
   }
   return total;

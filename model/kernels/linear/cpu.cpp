@@ -16,7 +16,7 @@ using namespace gemm;
 namespace {
 
 constexpr int64_t kChunkRows = 256;
-constexpr int64_t kSerialWork = 1 << 15;  // multiply-adds that are not worth a second thread
+constexpr int64_t kSerialWork = 1 << 18;  // multiply-adds that are not worth a second thread
 constexpr int kPairColumns = kMaxStrips * kStrip;
 
 struct Scratch {  // grows, and is kept by its thread
@@ -110,7 +110,9 @@ void share_strips(const Product& p) {
       for (int64_t pair = pairs * thread / threads; pair < pairs * (thread + 1) / threads; ++pair) {
         p.multiply_pair(0, pair, first, ready);
       }
+      if (first + count < p.rows) {
 #pragma omp barrier
+      }
     }
   }
 }
