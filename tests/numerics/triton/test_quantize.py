@@ -94,6 +94,8 @@ def test_previous_scales_are_kept_within_their_range(device):
     w = torch.zeros(6, 32)
     w[:, 3] = -ends
     check(w, device, previous_scales=torch.full((6, 1), 127, dtype=torch.uint8))
+    large = torch.full((2, 32), 3.3 * 2.0**125)  # 252 would be kept, 253 is never
+    check(large, device, previous_scales=torch.tensor([[252], [253]], dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("keep_scales", [False, True])

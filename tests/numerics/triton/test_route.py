@@ -64,8 +64,9 @@ def test_choice_weights_and_gradient(kind, num_tokens, device):
 
 def test_the_first_of_equal_scores_wins(device):
     """Small integers as logits, both zeros among them; a row of equal logits chooses 0, 1, 2, ..."""
-    logits = torch.randint(-1, 2, (40, 32), generator=torch.Generator().manual_seed(0)).float()
-    logits[::2] *= -1  # makes -0
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randint(-1, 2, (40, 32), generator=g) * (2.0 * torch.randint(2, (40, 32), generator=g) - 1)
+    assert logits[0].view(torch.int32).unique().numel() == 4
     logits[3] = -torch.inf
     logits[3, 7] = 1.0
     logits[5] = 2.0
