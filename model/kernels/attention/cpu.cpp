@@ -44,8 +44,8 @@ float scale_of(const Pages& pages, int64_t slot, int64_t head) {
   return pages.scales[slot * pages.scale_row_stride + head * pages.scale_head_stride];
 }
 
-// Sixteen keys become sixteen lanes: out[i][0..15] for n values i of each, rows 64 floats apart. (Inlined, n is mostly a
-// constant.)
+// Sixteen keys become sixteen lanes: out[i][0..15] for n values i of each, rows 64 floats apart. (Inlined, so that n is
+// mostly a constant.)
 template <class T>
 [[gnu::always_inline]] inline void transpose_keys(const char* const* rows, int64_t i, int n, float* out,
                                                   const float* scales) {
