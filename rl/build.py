@@ -5,6 +5,7 @@ The only module that knows every package. What it starts it stops, in reverse or
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from envs.extension import load_target
 from envs.registry import build_tasks
 from envs.sandbox.probe import probe
 from model.hf.files import Folder
+from model.kernels.dispatch import resolve_kernels
 from rewards.base import Reward, score
 from rewards.registry import build_reward
 from rl.algorithms.base import Algorithm
@@ -71,6 +73,7 @@ def run(config: RunConfig, folder: RunFolder) -> RunResult:
     with ExitStack() as stack:
         progress = stack.enter_context(Progress())
         tasks, workers = _prepare(config, progress)
+        config = _with_kernels(config, progress)
         checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
         start = _find_start(config, checkpoints, tasks)
         if start.plan.note:
@@ -90,6 +93,7 @@ def make_start(config: RunConfig) -> Path:
     with ExitStack() as stack:
         progress = stack.enter_context(Progress())
         tasks, workers = _prepare(config, progress)
+        config = _with_kernels(config, progress)
         plan = plan_start(config, tasks)
         if not plan.is_ready:
             pool = _start_workers(stack, config, plan, workers, progress)
@@ -108,6 +112,14 @@ def _prepare(config: RunConfig, progress: Progress) -> tuple[TaskSource, WorkerP
         f"learner with {workers.learner_threads}"
     )
     return build_tasks(config.env, seed=config.run.seed), workers
+
+
+def _with_kernels(config: RunConfig, progress: Progress) -> RunConfig:
+    """The configuration with `auto` resolved: sampler and learner run the same kernels, on every machine."""
+    progress.stage("choosing the kernels (the first time, building them)")
+    kernels = resolve_kernels(config.cluster.kernels).name
+    progress.say(f"kernels: {kernels}")
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, kernels=kernels))
 
 
 def _find_start(config: RunConfig, checkpoints: Checkpoints, tasks: TaskSource) -> _Start:
@@ -142,6 +154,7 @@ def _start_workers(
         max_retries=config.rollout.max_retries,
         chat_format=config.rollout.chat_format,
         kernels=config.cluster.kernels,
+        kv_memory_bytes=config.rollout.kv_memory_mb << 20,
     )
     return stack.enter_context(
         RolloutPool(spec, num_workers=workers.num_workers, deadline_s=config.rollout.round_deadline_s)
@@ -188,7 +201,7 @@ def _rounds(
             deadline_s=config.learner.call_deadline_s,
         )
     )
-    publisher = Publisher(learners, pool, bounds_for(config.parity, config.model.compute_dtype))
+    publisher = Publisher(learners, pool, bounds_for(config.parity, config.model.compute_dtype, config.cluster.kernels))
     rollouts = Rollouts(config=config, tasks=tasks, pool=pool)
     if start.state is not None:
         rollouts.check_cursor(start.state)
@@ -294,7 +307,8 @@ def _finish(config: RunConfig, folder: RunFolder, workers: WorkerPlan) -> RunRes
     seconds = sum(row.values.get("time/round_s") or 0.0 for row in rows)
     rewards = [reward for row in rows if (reward := row.values.get("reward/total")) is not None]
     head, dirty = commit()
-    bounds = bounds_for(config.parity, config.model.compute_dtype)
+    kernels = resolve_kernels(config.cluster.kernels).name
+    bounds = bounds_for(config.parity, config.model.compute_dtype, kernels)
     more = _continue_command(config.run.rounds + 10)
     report = write_report(
         folder.path,

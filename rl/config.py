@@ -79,7 +79,8 @@ class WarmStartSection:
 class ParitySection:
     """Bounds of the parity gate: behavior against policy logprobs before the update, in nats.
 
-    `None` takes the bound of the compute dtype, with its derivation, from `rl.parity`.
+    `None` takes the bound of the kernels and the compute dtype, with its derivation, from `rl.parity`: 0, or with torch
+    something above it.
     """
 
     mean_abs_nats: float | None = None
@@ -91,7 +92,8 @@ class ParitySection:
 class ClusterConfig:
     """The Ray cluster: `address` None starts one on this machine and tears it down after the run.
 
-    `kernels` is what sampler and learner compute with, on every machine of it.
+    `kernels` is what sampler and learner compute with, on every machine of it; `auto` is the best of the machine that
+    starts the run, or torch without a compiler.
     """
 
     address: str | None = None

@@ -1,11 +1,14 @@
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
+from model.config import ComputeDtype, KernelChoice
 from rl.batch import TrainSample
 from rl.config import ParitySection
-from rl.parity import ParityError, ParityReport, SampleParity
+from rl.parity import BOUNDS as BOUNDS_OF
+from rl.parity import EXACT, ParityError, ParityReport, SampleParity, bounds_for
 
 BOUNDS = ParitySection(mean_abs_nats=1e-5, max_abs_nats=1e-3, max_flipped_frac=1e-4)
 
@@ -124,6 +127,21 @@ def test_one_flip_may_happen_in_a_short_round_but_not_two():
     assert report(flipped([0.0], (0, 1)), even([0.0])).violation(BOUNDS) is None
     two = report(flipped([0.0], (0, 1)), flipped([0.0], (1, 1)), even([0.0]))
     assert "routes flipped in 2 contexts of 12 tokens" in str(two.violation(BOUNDS))
+
+
+def test_kernels_leave_no_room_for_any_difference():
+    bounds = [bounds_for(ParitySection(), dtype, KernelChoice.avx2) for dtype in ComputeDtype]
+    assert bounds == [EXACT, EXACT]
+    assert report(even([0.0])).violation(EXACT) is None
+    assert "mean |difference|" in str(report(even([2.0**-24])).violation(EXACT))
+    assert "routes flipped in 1 contexts" in str(report(flipped([0.0], (0, 1)), even([0.0])).violation(EXACT))
+
+
+def test_torch_has_the_bounds_of_its_dtype_and_the_configured_ones_come_first():
+    for dtype in ComputeDtype:
+        assert bounds_for(ParitySection(), dtype, KernelChoice.torch) == BOUNDS_OF[dtype]
+    given = bounds_for(ParitySection(max_abs_nats=0.5), ComputeDtype.fp32, KernelChoice.amx)
+    assert given == dataclasses.replace(EXACT, max_abs_nats=0.5)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
