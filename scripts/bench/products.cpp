@@ -1,4 +1,4 @@
-// The MXFP4 products of gemm.h on plain arrays, and what bounds any product on this machine: the rate at which memory is
+// The MXFP4 products of gemm.h on plain arrays, and what bounds any product on a machine: the rate at which memory is
 // read, and that of fp32 multiply-adds.
 #include <immintrin.h>
 #include <omp.h>

@@ -3,7 +3,8 @@
 // Every output is two sums, one of the even k and one of the odd k, added at the end. Inside a block each sum starts
 // anew and takes the pairs (k, k + 1) of every eight k in the order 0 2 1 3 (it saves AVX2 registers); the block's sum
 // times its scale is then added to the total. Both instruction sets and every number of rows keep this order, so all
-// give the same bits; more than a few rows only decode a chunk of the strip once, into memory, before they use it.
+// give the same bits. A few rows decode the strip into registers; more decode a chunk of it once, into memory that the
+// nearest cache holds, and use it from there.
 //
 // The 32 sums of a strip lie in registers called parts. AVX-512: the sixteen columns' even sums, then their odd sums.
 // AVX2: (even, odd) of four columns, so that one broadcast pair of activations serves all lanes: columns 0 1 4 5, then
@@ -14,6 +15,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "gemm.h"
 #include "simd.h"
 
 namespace gemm {
@@ -145,7 +147,8 @@ template <int kFirst, int kCount, class Visit>
 GEMM_INLINE inline void decode(const Mxfp4Strip& strip, int64_t block, Visit visit) {
   const uint8_t* codes = strip.codes + block * kMxfp4BlockBytes;
   const __m256i upper_bytes = _mm256_broadcastsi128_si256(  // of the values in bf16
-      _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, -0x80, -0x41, -0x41, -0x41, -0x40, -0x40, -0x40, -0x40));
+      _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40,  //
+                    -0x80, -0x41, -0x41, -0x41, -0x40, -0x40, -0x40, -0x40));
   const __m256i lower_bytes = _mm256_broadcastsi128_si256(
       _mm_setr_epi8(0, 0, -0x80, -0x40, 0, 0x40, -0x80, -0x40, 0, 0, -0x80, -0x40, 0, 0x40, -0x80, -0x40));
   const __m256i nibble = _mm256_set1_epi8(15), upper = _mm256_set1_epi32(int(0xFFFF0000));
@@ -317,7 +320,7 @@ __attribute__((noinline)) void use(const float* weights, const float* scale, con
     }
 #pragma GCC unroll 16
     for (int slot = 0; slot < kSlots; ++slot) {
-      asm volatile("" ::: "memory");  // or the compiler moves totals and weights to the stack and back
+      asm volatile("" ::: "memory");  // else the compiler takes totals and weights ahead, to the stack and back
       Vec w[kCount];
 #pragma GCC unroll 4
       for (int p = 0; p < kCount; ++p) w[p] = load(weights + (slot * kCount + p) * kLanes);

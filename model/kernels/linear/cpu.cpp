@@ -57,7 +57,9 @@ struct Product {
   void multiply_pair(int64_t group, int64_t pair, int64_t first, const Rows& ready) const {
     Bf16Strip of[kMaxStrips];
     const int64_t strip = pair * kMaxStrips, num = std::min<int64_t>(kMaxStrips, strips() - strip);
-    for (int64_t s = 0; s < num; ++s) of[s].values = tiles + (group * strips() + strip + s) * blocks() * kBf16BlockWords;
+    for (int64_t s = 0; s < num; ++s) {
+      of[s].values = tiles + (group * strips() + strip + s) * blocks() * kBf16BlockWords;
+    }
     const int64_t column = strip * kStrip, width = std::min<int64_t>(num * kStrip, out - column);
     const int64_t stride = groups * out, at = first * stride + group * out + column;
     const float* add = bias ? bias + group * out + column : nullptr;
