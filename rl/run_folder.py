@@ -48,6 +48,7 @@ FREE_TO_CHANGE: Final = frozenset(
         "warm_start.checkpoint_every",
         "rollout.num_workers",
         "rollout.threads_per_worker",
+        "rollout.kv_memory_mb",
         "rollout.max_retries",
         "rollout.round_deadline_s",
         "learner.num_threads",

@@ -32,7 +32,8 @@ class RolloutConfig:
     A round asks for `prompts_per_round` tasks, `group_size` episodes each. `num_workers` 0 means one for each usable
     CPU, at most 4; `threads_per_worker` 0 shares the usable CPUs out evenly. `max_retries` bounds how often an episode
     that infrastructure broke is run again before it is masked; below `min_valid_frac` of unmasked episodes the round
-    fails by name. `chat_format` is the checkpoint's.
+    fails by name. `kv_memory_mb` bounds the cache of keys and values of each worker (0: enough for all its episodes at
+    their longest); with less, fewer episodes decode at once and none is lost. `chat_format` is the checkpoint's.
     """
 
     num_workers: int = 0
@@ -43,6 +44,7 @@ class RolloutConfig:
     max_retries: int = 2
     min_valid_frac: float = 0.5
     round_deadline_s: float = 600.0
+    kv_memory_mb: int = 0
     chat_format: ChatFormat = ChatFormat.native
 
 

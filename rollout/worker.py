@@ -35,7 +35,10 @@ _TOKENS_PER_STEP = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """Everything a worker needs; picklable. `max_sessions` bounds the episodes that decode together."""
+    """Everything a worker needs; picklable.
+
+    `max_sessions` bounds the episodes that are open together, `kv_memory_bytes` their keys and values (0: no bound).
+    """
 
     env: EnvConfig
     model: ModelConfig
@@ -45,6 +48,7 @@ class WorkerSpec:
     max_sessions: int
     max_retries: int
     kernels: KernelChoice = KernelChoice.auto
+    kv_memory_bytes: int = 0
 
 
 class _MadeAtReset(Env):
@@ -89,6 +93,7 @@ class RolloutWorker:
             EngineConfig(
                 max_batch_size=spec.max_sessions,
                 max_seq_len=spec.env.max_context_tokens,
+                memory_bytes=spec.kv_memory_bytes,
                 max_tokens_per_step=max(_TOKENS_PER_STEP, spec.max_sessions),
                 # Where bits depend on the batch, a step may not depend on what else has been computed before.
                 share_prefixes=kernels.batch_invariant,

@@ -53,8 +53,8 @@ class KvCache:
             if self.num_pages < self.pages_per_sequence:
                 raise CacheError(
                     f"engine.memory_bytes: must hold one sequence of max_seq_len={config.max_seq_len}, which takes "
-                    f"{self.pages_per_sequence * self.page_bytes}, got {config.memory_bytes}; raise it or lower "
-                    "max_seq_len"
+                    f"{self.pages_per_sequence * self.page_bytes}, got {config.memory_bytes}; raise it "
+                    "(rollout.kv_memory_mb) or lower max_seq_len"
                 )
         self._layers: list[tuple[Pages, Pages]] = []
         self.routes_SLK = np.empty((0, 0, 0), np.uint8)

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from model.checkpoint import save_model
-from model.config import Family, ModelConfig
+from model.config import ComputeDtype, Family, KernelChoice, ModelConfig
+from model.kernels.cpu.isa import available_isas
+from model.kernels.dispatch import resolve_kernels
 from rl.algorithms.grpo import Grpo
 from rl.batch import TrainSample
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
-from rl.parity import BOUNDS
+from rl.parity import BOUNDS, EXACT
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.types import SampleRequest, SamplingParams, WeightVersion
@@ -35,14 +37,14 @@ def _environment() -> Iterator[None]:
     os.environ.update(before)
 
 
-def make_learner(config: ModelConfig, start: Path) -> Learner:
+def make_learner(config: ModelConfig, start: Path, kernels: KernelChoice = KernelChoice.auto) -> Learner:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     optimizer = OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, zero_stage=1)
     spec = LearnerSpec(
         model=config, optimizer=optimizer, start=start, num_threads=1, micro_batch_tokens=60,
-        load_balance_coef=0.01, router_z_coef=0.001,
+        load_balance_coef=0.01, router_z_coef=0.001, kernels=kernels,
     )  # fmt: skip
     return Learner(spec, Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=port))
 
@@ -102,6 +104,7 @@ def test_two_rounds_of_grpo_pass_the_parity_gate_and_move_every_trained_tensor(f
         assert report.num_tokens == NUM_SAMPLES * ANSWER
         assert report.violation(BOUNDS[config.compute_dtype]) is None
         assert report.num_flipped == 0
+        assert report.max_abs_nats == 0.0 or not engine.batch_invariant
         update = learner.update([samples], GRPO, 1e-3)
         assert update is not None
         assert update.expert_load_LE.shape == (len(config.moe_layers), config.num_experts)
@@ -111,6 +114,25 @@ def test_two_rounds_of_grpo_pass_the_parity_gate_and_move_every_trained_tensor(f
     assert {n for n, p in learner._policy.model.named_parameters() if not p.requires_grad} == {
         n for n in before if n.endswith("selection_bias")
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ComputeDtype)
+@pytest.mark.parametrize("kernels", [KernelChoice(isa.value) for isa in available_isas()])
+@pytest.mark.parametrize("family", Family)
+def test_twenty_rounds_without_any_difference(
+    family: Family, kernels: KernelChoice, dtype: ComputeDtype, tmp_path: Path
+):
+    config = dataclasses.replace(MINI[family], compute_dtype=dtype)
+    learner = make_learner(config, write_start(config, tmp_path / "start"), kernels)
+    engine = Engine(
+        config, EngineConfig(max_batch_size=4, max_seq_len=64), stop_ids=(), kernels=resolve_kernels(kernels)
+    )
+    for version in range(20):
+        publish(learner, engine, config, version)
+        samples = sampled(engine, version)
+        assert learner.parity(samples).violation(EXACT) is None, version
+        assert learner.update([samples], GRPO, 1e-2) is not None
 
 
 @pytest.mark.parametrize("family", Family)

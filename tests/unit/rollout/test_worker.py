@@ -1,5 +1,9 @@
+import dataclasses
+
 import pytest
 
+from model.config import KernelChoice
+from rollout.engine.sampler import Joining
 from rollout.episode import EpisodeJob
 from rollout.types import Boundary, SpanOrigin, StopReason, TaskLimits, Verdict
 from rollout.worker import RolloutWorker
@@ -65,6 +69,29 @@ def test_the_same_jobs_give_the_same_bits():
             assert a.routes_TLK.tobytes() == b.routes_TLK.tobytes()
             if a.sampled_by is not None:
                 assert a.sampled_by.logprobs_T.tobytes() == b.sampled_by.logprobs_T.tobytes()
+
+
+def test_little_memory_for_keys_and_values_changes_nothing_but_the_time():
+    worker = RolloutWorker(
+        dataclasses.replace(spec(Parrot), kv_memory_bytes=3 * _worker(Parrot)._engine.cache_bytes // 16)
+    )
+    worker.receive(SNAPSHOT)
+    for one, two in zip(_run(Parrot), worker.run(JOBS, fresh_grading=False), strict=True):
+        assert _ids(one) == _ids(two)
+    assert 0 < worker._engine.cache_bytes <= budget
+
+
+@pytest.mark.parametrize("kernels", [KernelChoice.auto, KernelChoice.torch])
+def test_episodes_join_as_the_kernels_allow(kernels):
+    worker = RolloutWorker(dataclasses.replace(spec(Parrot), kernels=kernels))
+    worker.receive(SNAPSHOT)
+    invariant = worker._engine.batch_invariant
+    assert worker._joining is (Joining.CONTINUOUS if invariant else Joining.LOCKSTEP)
+    assert worker._engine.config.share_prefixes is invariant
+    first = worker.run(JOBS, fresh_grading=False)
+    for one, two in zip(first, worker.run(JOBS, fresh_grading=False), strict=True):
+        assert _ids(one) == _ids(two)
+    assert worker._engine.metrics().kv_used_frac == 0.0
 
 
 @pytest.mark.parametrize("breaks", [1, 2])

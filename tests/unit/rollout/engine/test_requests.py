@@ -261,6 +261,8 @@ def test_sleep_gives_the_memory_back_and_nobody_notices():
     assert engine.metrics().kv_used_frac == 0.0
     with pytest.raises(EngineError, match="engine: it sleeps, got a step; call wake first"):
         engine.step()
+    engine.sleep()
+    engine.swap_weights(WeightVersion(1), published(MODEL))
     engine.wake()
     engine.wake()
     assert engine.cache_bytes == held
