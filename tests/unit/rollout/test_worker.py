@@ -72,9 +72,8 @@ def test_the_same_jobs_give_the_same_bits():
 
 
 def test_little_memory_for_keys_and_values_changes_nothing_but_the_time():
-    worker = RolloutWorker(
-        dataclasses.replace(spec(Parrot), kv_memory_bytes=3 * _worker(Parrot)._engine.cache_bytes // 16)
-    )
+    budget = _worker(Parrot)._engine.cache_bytes * 3 // 16
+    worker = RolloutWorker(dataclasses.replace(spec(Parrot), kv_memory_bytes=budget))
     worker.receive(SNAPSHOT)
     for one, two in zip(_run(Parrot), worker.run(JOBS, fresh_grading=False), strict=True):
         assert _ids(one) == _ids(two)
