@@ -325,7 +325,7 @@ def _spec(name: str, kernel: Any, constexprs: dict[str, Any]) -> AotSpec:
         kernel=kernel,
         signature={n: kinds.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names},
         constexprs={n: value for n, value in constexprs.items() if n != "num_warps"},
-        unaligned=("num_tokens", "num_choices", "num_blocks", "num_chunks"),
+        unaligned=[n for n in names if n.startswith("num_")],
         num_warps=constexprs.get("num_warps", 4),
         max_registers=128,
     )
