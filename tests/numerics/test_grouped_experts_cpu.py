@@ -245,6 +245,21 @@ def test_units_biases_and_starved_experts(isa, dtype, clamp, biased, experts):
 
 
 @each_isa
+@each_dtype
+@pytest.mark.parametrize("clamp", [None, CLAMP])
+def test_a_token_that_is_nan_stays_nan_and_alone(isa, dtype, clamp):
+    kernel = GroupedExperts(isa)
+    packed, _ = layer_case(kernel, 64, 32, 4, dtype=dtype)
+    x, (chosen, weights) = rows(20, 64, dtype), routing_case(20, 4, 2)
+    clean = kernel(x, packed, chosen, weights, clamp=clamp)
+    x[7, 3] = torch.nan
+    y = kernel(x, packed, chosen, weights, clamp=clamp)
+    assert y[7].isnan().all()
+    others = torch.arange(20) != 7
+    assert torch.equal(y[others], clean[others])
+
+
+@each_isa
 def test_many_experts_few_tokens(isa):
     kernel = GroupedExperts(isa)
     packed, views = layer_case(kernel, 32, 32, 1024)
