@@ -102,14 +102,19 @@ def interleaved(contestants: Mapping[str, Run], rounds: int) -> dict[str, list[f
     return times
 
 
-def reader(isa: Isa) -> Callable[[torch.Tensor], int]:
-    """A plain sum of all bytes, as fast as this machine reads."""
+def reader(isa: Isa) -> Callable[[PackedMatrix, float], int]:
+    """A plain sum of a share of the bytes of a matrix, as fast as this machine reads."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "reader.cpp"
         source.write_text(READER)
         read_all = load(source, isa).read_all
     read_all.argtypes, read_all.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-    return lambda tensor: read_all(tensor.data_ptr(), tensor.numel())
+
+    def read(matrix: PackedMatrix, share: float) -> int:
+        parts = (matrix.codes_ESB, matrix.scales_ESB)
+        return sum(read_all(part.data_ptr(), int(share * part.numel())) for part in parts)
+
+    return read
 
 
 class Product:
@@ -122,19 +127,10 @@ class Product:
         self.num_bytes = self._packed.num_bytes
         weight = dequantize(blocks, scales)
         self._weight = weight.double()
-        self._matrices = [self._copy() for _ in range(COLD_BYTES // self.num_bytes + 1)]
+        self._matrices = [self._kernel.pack_matrix(blocks, scales) for _ in range(COLD_BYTES // self.num_bytes + 1)]
         self._fp32 = [weight.clone() for _ in range(COLD_BYTES // (4 * SIZE * SIZE) + 1)]
         self._bf16 = [weight.bfloat16() for _ in range(COLD_BYTES // (2 * SIZE * SIZE) + 1)]
         self._turn = 0
-
-    def _copy(self) -> PackedMatrix:
-        packed = self._packed
-        return PackedMatrix(
-            codes_ESB=packed.codes_ESB.clone(),
-            scales_ESB=packed.scales_ESB.clone(),
-            extreme_ES=packed.extreme_ES,
-            num_outputs=packed.num_outputs,
-        )
 
     def contestants(self, num_rows: int) -> dict[str, Run]:
         """By name; checked first."""
@@ -144,7 +140,7 @@ class Product:
             expected = rows.double() @ self._weight.T
             check(f"product of {num_rows} {rows.dtype}", self._kernel.multiply(rows, self._packed), expected, 1e-6)
         return {
-            "read": lambda i: self._read(self._next(self._matrices).codes_ESB),
+            "read": lambda i: self._read(self._next(self._matrices), 1.0),
             "fp32": lambda i: self._kernel.multiply(x, self._next(self._matrices)),
             "bf16": lambda i: self._kernel.multiply(low, self._next(self._matrices)),
             "torch fp32": lambda i: F.linear(x, self._next(self._fp32)),
@@ -211,8 +207,7 @@ class Layer:
 
         def read(_: int) -> object:
             layer = self._layers[self._next("read") % len(self._layers)]
-            parts = (layer.gate_up.codes_ESB.view(-1), layer.down.codes_ESB.view(-1))
-            return [self._read(part[: int(touched * part.numel())]) for part in parts]
+            return [self._read(matrix, touched) for matrix in (layer.gate_up, layer.down)]
 
         return {
             "read": read,
