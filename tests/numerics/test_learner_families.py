@@ -120,7 +120,7 @@ def test_two_rounds_of_grpo_pass_the_parity_gate_and_move_every_trained_tensor(f
 @pytest.mark.parametrize("dtype", ComputeDtype)
 @pytest.mark.parametrize("kernels", [KernelChoice(isa.value) for isa in available_isas()])
 @pytest.mark.parametrize("family", Family)
-def test_twenty_rounds_without_any_difference(
+def test_rounds_without_any_difference(
     family: Family, kernels: KernelChoice, dtype: ComputeDtype, tmp_path: Path
 ):
     config = dataclasses.replace(MINI[family], compute_dtype=dtype)
@@ -128,7 +128,8 @@ def test_twenty_rounds_without_any_difference(
     engine = Engine(
         config, EngineConfig(max_batch_size=4, max_seq_len=64), stop_ids=(), kernels=resolve_kernels(kernels)
     )
-    for version in range(20):
+    is_best = kernels.value == available_isas()[-1].value
+    for version in range(20 if is_best else 3):
         publish(learner, engine, config, version)
         samples = sampled(engine, version)
         assert learner.parity(samples).violation(EXACT) is None, version
