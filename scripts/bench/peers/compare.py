@@ -13,7 +13,7 @@ weights is asked the same (`score.py`). Nothing is printed or written while an e
     everything else  0.1 nats in the mean: activations, cache or weights are rounded to 16 or 8 bits, which moves these
                      random models by 0.01 to 0.05; a wrong conversion moves them by more than 1
 
-An entry that cannot run is kept with its error. Updates `results/peers.<isa>.json`.
+An entry that cannot run is kept with its error. Updates `results/peers.<isa>.json`, or the file `--output`.
 """
 
 from __future__ import annotations
@@ -193,12 +193,13 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if unknown := [entry for entry in arguments.entries if entry.split(":")[0] not in RUNNERS or ":" not in entry]:
         parser.error(f"--entries: must be PEER:MODE with a peer of {[*RUNNERS]}, got {unknown}; see the runners")
     machine = machine_facts(arguments.threads)
     isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in machine.isa), "other")
-    path = ROOT / "results" / f"peers.{isa.lower()}.json"
+    path = arguments.output or ROOT / "results" / f"peers.{isa.lower()}.json"
     report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"models": {}}
     shape = {name: getattr(arguments, name) for name in ("batch", "prompt_tokens", "new_tokens", "threads", "repeats")}
     for name in arguments.models:
@@ -208,7 +209,7 @@ def main() -> int:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
         print(table(name, found) + "\n", flush=True)
-    print(f"written: {path.relative_to(ROOT)}")
+    print(f"written: {path}")
     return 0
 
 

@@ -2,7 +2,8 @@
 
     python scripts/bench/peers/models.py [tiny 252m gpt-oss-706m] [--folder runs/peers]
 
-    NAME/mxfp4/                 experts in MXFP4, the rest bf16, as `model.export` writes it: our engine, vLLM
+    NAME/mxfp4/                 experts in MXFP4, the rest bf16, as `model.export` writes it: our engine; gpt-oss: vLLM
+    NAME/mxfp4_vllm/            the same bytes under names with which vLLM's CPU build reads them: Qwen3-MoE only
     NAME/bf16/                  the same values decoded: transformers, vLLM
     NAME/{f32,bf16,mxfp4}.gguf  the same values again: llama.cpp
     NAME/{q8_0,mxfp4_q8_0}.gguf rounded further: 8 bits where the name says so; llama.cpp alone
@@ -21,11 +22,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from write_gguf import GGUF_MODES, write_gguf
 
 from model.checkpoint import appearing_whole
@@ -121,6 +124,16 @@ def _published(config: ModelConfig) -> Iterator[tuple[str, Weight]]:
         yield name, publish_tensor(name, draw(name, shape))
 
 
+def _write_for_vllm(published: Path, folder: Path) -> None:
+    """VLLM 0.32 reads compressed-tensors MXFP4 with CUDA kernels only; plain `mxfp4` experts it also reads on a CPU."""
+    entries = load_file(published / "model.safetensors")
+    renamed = {name.replace(".weight_packed", ".weight"): tensor for name, tensor in entries.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((published / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def make(name: str, folder: Path) -> None:
     """Write every form of a model that is not there yet."""
     config, folder = MODELS[name], folder / name
@@ -129,6 +142,9 @@ def make(name: str, folder: Path) -> None:
     if not published.exists():
         with appearing_whole(published) as partial:
             save_hf(partial, config, _published(config), HfFormat.MXFP4)
+    if config.family is Family.qwen3_moe and not (folder / "mxfp4_vllm").exists():
+        with appearing_whole(folder / "mxfp4_vllm") as partial:
+            _write_for_vllm(published, partial)
     if not decoded.exists():
         export(str(published), decoded, HfFormat.BF16)
     for mode in GGUF_MODES:

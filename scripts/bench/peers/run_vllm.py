@@ -1,7 +1,8 @@
 """vLLM's CPU build: `workload.py` has the command line. Runs in `.venv-peers`.
 
     bf16, fp32    the decoded weights in that dtype
-    mxfp4         the published bytes, bf16 activations
+    mxfp4         the published bytes, bf16 activations; of Qwen3-MoE under other names (`models.py`), because
+    mxfp4_ct      the published folder itself, compressed-tensors for Qwen3-MoE, needs CUDA kernels
     ..._compiled  the same through torch.compile, which takes about a minute to start; the plain modes are eager
 
 Threads are bound to cores and none is reserved, as vLLM's manual asks for offline use; Intel's OpenMP library, which
@@ -17,7 +18,13 @@ from typing import Any
 
 from workload import Answer, Engine, Prompts, Workload, parse, run
 
-_WEIGHTS = {"bf16": ("bf16", "bfloat16"), "fp32": ("bf16", "float32"), "mxfp4": ("mxfp4", "bfloat16")}
+_WEIGHTS = {
+    "bf16": ("bf16", "bfloat16"),
+    "fp32": ("bf16", "float32"),
+    "mxfp4": ("mxfp4_vllm", "bfloat16"),
+    "mxfp4_ct": ("mxfp4", "bfloat16"),
+}
+"""Folder and dtype."""
 _COMPILED = "_compiled"
 
 
@@ -52,8 +59,9 @@ class Vllm(Engine):
         self.version = vllm.__version__
         self._vllm: Any = vllm
         folder, dtype = _WEIGHTS[workload.mode.removesuffix(_COMPILED)]
+        path = workload.model / folder
         self._engine = vllm.LLM(
-            model=str(workload.model / folder),
+            model=str(path if path.is_dir() else workload.model / "mxfp4"),
             dtype=dtype,
             skip_tokenizer_init=True,
             enforce_eager=not workload.mode.endswith(_COMPILED),
