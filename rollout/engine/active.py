@@ -22,9 +22,10 @@ class EngineError(RuntimeError):
 class Active:
     """A request, its tokens so far, and the pages that hold the first `num_computed` of them.
 
-    `num_tabled` pages are in the page table of its `row` (-1: it does not run). `num_recorded` rows of routes have been
-    reported or lie in `routes`: a token that is computed again (after a preemption, under other weights) keeps the
-    routes of the first time, those it was sampled with.
+    `num_tabled` pages are in the page table of its `row` (-1: it does not run). Rows of routes stay with the pages
+    until the request ends or gives its pages up; the first `num_recorded` have been reported or lie in `routes`. A
+    token that is computed again (after a preemption, under other weights) keeps the routes of the first time, those it
+    was sampled with.
     """
 
     request_id: int
@@ -64,12 +65,10 @@ class Active:
         elif len(self.logprobs) == self.request.params.max_tokens:
             self.finish = FinishReason.LENGTH
 
-    def record(self, routes_TLK: np.ndarray, start: int) -> None:
-        """Keep the routes of positions `start`, `start` + 1, ... that have none yet."""
-        known = self.num_recorded - start
-        if known < len(routes_TLK):
-            self.routes.append(routes_TLK[max(known, 0) :].copy())  # a view would keep the whole step's rows
-            self.num_recorded = start + len(routes_TLK)
+    def record(self, routes_TLK: np.ndarray) -> None:
+        """Keep the routes of the next positions that have none yet."""
+        self.routes.append(routes_TLK)
+        self.num_recorded += len(routes_TLK)
 
     def generation(self) -> Generation:
         """What the caller gets of a finished sequence."""

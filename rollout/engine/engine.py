@@ -326,15 +326,11 @@ class Engine:
     # ---- inside a step
 
     def _advance(self, plan: list[Work], out: StepOutput, version: WeightVersion) -> list[tuple[int, Generation]]:
-        """Take over what a step computed: routes, full pages, and one token of each row that samples."""
-        first = 0
+        """Take over what a step computed: full pages, and one token of each row that samples."""
         for work in plan:
-            active, count = work.active, work.count
-            active.record(out.routes_TLK[first : first + count], active.num_computed)
-            active.num_computed += count
-            first += count
-            self._scheduler.publish_full_pages(active, version)
-        self._counters.num_computed_tokens += first
+            work.active.num_computed += work.count
+            self._counters.num_computed_tokens += work.count
+            self._scheduler.publish_full_pages(work.active, version)
         sampling = [plan[n].active for n in out.samples]
         if not sampling:
             return []

@@ -1,4 +1,4 @@
-"""One step of the model: packed ids, positions and page table in, logits of the rows that sample and all routes out.
+"""One step of the model: packed ids, positions and page table in, logits of the rows that sample out.
 
 Arrays are put together with NumPy, for all rows at once: per token there is no Python work. The page table of every
 row is kept between steps, so a decoding row costs one entry every `page_size` steps.
@@ -23,11 +23,10 @@ from rollout.engine.scheduler import Work
 
 
 class StepOutput(NamedTuple):
-    """fp32 logits of the rows that sample, the rows' indices in the step, and each row's routes."""
+    """fp32 logits of the rows that sample, and their indices in the step."""
 
     logits_NV: torch.Tensor
     samples: list[int]
-    routes_TLK: np.ndarray
 
 
 class Runner:
@@ -42,40 +41,40 @@ class Runner:
     def run(self, step: Sequence[Work]) -> StepOutput:
         """Compute the step's tokens; keys, values and routes are written to the pages."""
         size = self._cache.page_size
-        starts = [work.active.num_computed for work in step]
-        counts = [work.count for work in step]
-        samples = [n for n, work in enumerate(step) if starts[n] + counts[n] == len(work.active.ids)]
+        ids: list[int] = []
+        starts: list[int] = []
+        counts: list[int] = []
+        samples: list[int] = []
+        for n, work in enumerate(step):
+            start, end = work.active.num_computed, work.active.num_computed + work.count
+            ids += work.active.ids[start:end]
+            starts.append(start)
+            counts.append(work.count)
+            if end == len(work.active.ids):
+                samples.append(n)
         starts_N, counts_N = np.array(starts, np.int32), np.array(counts, np.int32)
-        ends_N = np.cumsum(counts_N)
-        if len(step) == ends_N[-1]:
-            ids = [work.active.ids[start] for work, start in zip(step, starts, strict=True)]
-            row_T, positions_T = np.arange(len(step)), starts_N.astype(np.int64)
-        else:
-            ids = []
-            for work, start in zip(step, starts, strict=True):
-                ids += work.active.ids[start : start + work.count]
-            row_T = np.repeat(np.arange(len(step)), counts_N)
-            positions_T = np.arange(ends_N[-1], dtype=np.int64) + (starts_N - ends_N + counts_N)[row_T]
+        firsts_N = np.cumsum(counts_N) - counts_N
+        row_T = np.repeat(np.arange(len(step)), counts_N)
+        positions_T = np.arange(len(ids)) + (starts_N - firsts_N)[row_T]
         pages_NB = self._page_rows(step, int((starts_N + counts_N).max()))
-        slots_T = pages_NB[row_T, positions_T // size].astype(np.int64) * size + positions_T % size
+        page_T, offset_T = np.divmod(positions_T, size)
+        slots_T = pages_NB[row_T, page_T].astype(np.int64) * size + offset_T
         table = PageTable(torch.from_numpy(pages_NB), torch.from_numpy(starts_N), torch.from_numpy(counts_N), size)
         attend = PagedAttend(self._cache, self._attention, torch.from_numpy(slots_T), table)
         out = self._model(torch.tensor(ids), torch.from_numpy(positions_T), attend)
-        last = torch.from_numpy(ends_N[samples] - 1)
-        routes_TLK = out.routes_TLK.numpy()
-        self._cache.routes_SLK[slots_T] = routes_TLK
-        return StepOutput(self._model.logits(out.hidden_TD[last]), samples, routes_TLK)
+        self._cache.routes_SLK[slots_T] = out.routes_TLK.numpy()
+        last_N = torch.from_numpy((firsts_N + counts_N - 1)[samples])
+        return StepOutput(self._model.logits(out.hidden_TD[last_N]), samples)
 
     def _page_rows(self, step: Sequence[Work], longest: int) -> np.ndarray:
         """The page table of the step's rows, with the entries that came since the last step."""
         rows: list[int] = []
         for work in step:
             active = work.active
-            row, pages, known = active.row, active.pages, active.num_tabled
-            rows.append(row)
-            if known < len(pages):
-                self._pages_RB[row, known : len(pages)] = pages[known:]
-                active.num_tabled = len(pages)
+            rows.append(active.row)
+            if active.num_tabled < len(active.pages):
+                known, active.num_tabled = active.num_tabled, len(active.pages)
+                self._pages_RB[active.row, known : active.num_tabled] = active.pages[known:]
         return self._pages_RB[rows, : -(-longest // self._cache.page_size)]
 
 

@@ -15,6 +15,8 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from rollout.config import EngineConfig
 from rollout.engine.active import Active, Past
 from rollout.engine.kv_cache import KvCache
@@ -83,6 +85,7 @@ class Scheduler:
         """A request that has ended: its pages become its session's past."""
         self.running.remove(active)
         self._leave_row(active)
+        self._record_routes(active)
         self.sessions[active.request.session] = Past(
             ids=active.ids,
             num_reported=active.num_recorded,
@@ -180,10 +183,6 @@ class Scheduler:
         if found:
             active.pages, active.num_published = found, len(found)
             active.num_computed = len(found) * self._page_size
-            if active.num_computed > active.num_recorded:
-                start, size = active.num_recorded, self._page_size
-                slots = [found[at // size] * size + at % size for at in range(start, active.num_computed)]
-                active.record(self._cache.routes_SLK[slots], start)
         active.row, active.num_tabled = self._free_rows.pop(), 0
         insort(self.running, active, key=_order)
         if self._prefixes.shared:
@@ -235,6 +234,15 @@ class Scheduler:
                 if self._coming.get(digest) is active:
                     del self._coming[digest]
 
+    def _record_routes(self, active: Active) -> None:
+        """Take the routes of what is computed from the pages, where that is not done yet."""
+        if active.num_computed > active.num_recorded:
+            at_T = np.arange(active.num_recorded, active.num_computed)
+            page_T, offset_T = np.divmod(at_T, self._page_size)
+            active.record(self._cache.routes_SLK[np.array(active.pages)[page_T] * self._page_size + offset_T])
+
     def _release(self, holder: Active | Past) -> None:
+        if isinstance(holder, Active):
+            self._record_routes(holder)
         self._prefixes.release(holder.pages)
         holder.pages, holder.digests, holder.num_published, holder.num_computed = [], [], 0, 0

@@ -90,6 +90,34 @@ def test_pages_that_run_out_are_taken_from_the_youngest_and_all_end_the_same():
         assert np.array_equal(done[request_id].routes_TLK, one.routes_TLK)
 
 
+def test_a_request_whose_step_is_planned_can_still_lose_its_pages():
+    """An older prompt that waited for another's pages is computed in chunks beside younger ones that grow."""
+    shared = prompt(1, 20)
+    requests = [
+        ask(0, ids=shared, max_tokens=8),
+        ask(1, ids=shared + prompt(2, 24), max_tokens=4),
+        ask(2, 3, max_tokens=12),
+        ask(3, 3, max_tokens=12),
+    ]
+    of = {"max_batch_size": 4, "max_seq_len": 60, "page_size": 4, "max_tokens_per_step": 16, "stop_ids": ()}
+    engine = make_engine(memory_bytes=15 * make_engine(**of)._cache.page_bytes, **of)
+    plans, plan = [], engine._scheduler.plan
+    engine._scheduler.plan = lambda version: plans.append(plan(version)) or plans[-1]
+    ids = [engine.add_request(request) for request in requests]
+    done = run(engine)
+    assert [[(work.active.request_id, work.count) for work in step] for step in plans[:4]] == [
+        [(0, 16)],
+        [(0, 4), (2, 3), (3, 3)],
+        [(0, 1), (2, 1), (3, 1), (1, 13)],
+        [(0, 1), (2, 1), (1, 11)],
+    ]
+    assert engine.metrics().num_preemptions > 0
+    for request, request_id in zip(requests, ids, strict=True):
+        (alone,) = make_engine(stop_ids=()).sample([request])
+        assert done[request_id].ids == alone.ids
+        assert np.array_equal(done[request_id].routes_TLK, alone.routes_TLK)
+
+
 def test_thousands_of_requests_leave_no_page_behind():
     engine = make_engine(max_batch_size=16, max_seq_len=32, page_size=4, stop_ids=(), memory_bytes=40_000)
     num_pages, rng = engine._cache.num_pages, np.random.default_rng(0)
