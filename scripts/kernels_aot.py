@@ -2,7 +2,7 @@
 
     python scripts/kernels_aot.py            write results/kernels_aot.json and results/kernels_aot.md
     python scripts/kernels_aot.py --check    compare; one line for each deviation, and exit status 1
-    python scripts/kernels_aot.py --only grouped_experts    print the rows of some kernels, write nothing
+    python scripts/kernels_aot.py --only route/    write, or with --check compare, some kernels' rows, and print them
 
 A deviation is a spill, more registers than a kernel's spec allows (or a tenth more than the table says), too much
 shared memory, a matrix instruction or an asynchronous copy that is missing, or a kernel that is not in the table.
@@ -32,25 +32,31 @@ def main() -> int:
     """Compile and compare, or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
-    parser.add_argument("--only", metavar="WORD", help="only kernels whose name contains this; prints, writes nothing")
+    parser.add_argument("--only", metavar="WORD", default="", help="only the kernels whose names contain this")
     args = parser.parse_args()
     started = time.perf_counter()
-    specs = {key: spec for key, spec in registry().items() if args.only is None or args.only in key}
-    measured = _measure([(key, target) for key, spec in specs.items() for target in spec.targets])
-    committed = json.loads(RESULT.read_text()) if RESULT.exists() else {"triton": None, "kernels": {}}
-    if args.only:
-        committed = table(measured)
-    elif not args.check:
-        committed = table(measured)
+    specs = registry()
+    chosen = {key: spec for key, spec in specs.items() if args.only in key}
+    measured = _measure([(key, target) for key, spec in chosen.items() for target in spec.targets])
+    made = table(measured)
+    committed = json.loads(RESULT.read_text()) if RESULT.exists() else {"triton": made["triton"], "kernels": {}}
+    if not args.check:
+        if args.only and committed["triton"] != made["triton"]:
+            parser.error(
+                f"--only: the table's other rows are of another compiler, got Triton {made['triton']} for a table of "
+                f"{committed['triton']}; write the whole table"
+            )
+        kept = {key: rows for key, rows in committed["kernels"].items() if args.only and key in specs}
+        committed = made | {"kernels": dict(sorted((kept | made["kernels"]).items()))}
         RESULT.write_text(json.dumps(committed, indent=1) + "\n")
         RESULT.with_suffix(".md").write_text(_readable(committed))
     problems = list(deviations(specs, measured, committed))
-    print(*problems, sep="\n", end="\n" if problems else "")
     if args.only:
-        print(_readable(committed))
+        print(_readable(made))
+    print(*problems, sep="\n", end="\n" if problems else "")
     num_variants = sum(len(rows) for rows in measured.values())
     print(
-        f"kernels_aot: {len(specs)} kernels, {num_variants} variants, {len(problems)} deviations, "
+        f"kernels_aot: {len(chosen)} kernels, {num_variants} variants, {len(problems)} deviations, "
         f"{time.perf_counter() - started:.0f} s"
     )
     return 1 if problems else 0

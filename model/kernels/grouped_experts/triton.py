@@ -69,13 +69,16 @@ class Tile:
 _FEW = Tile(block_m=16, block_n=64, block_k=128, num_stages=4)
 _SOME = Tile(block_m=64)
 _MANY = Tile(block_m=128, num_warps=8)
+_FP32 = Tile(block_m=32, block_n=64, block_k=32, decode=True)  # multiplied without matrix instructions on NVIDIA
 _INTERPRETED = Tile(block_m=16, block_n=64, block_k=64)
 
 
-def choose_tile(target: str, num_rows: int, num_experts: int, *, batch_invariant: bool) -> Tile:
-    """The tile for `num_rows` sorted rows on an architecture."""
+def choose_tile(target: str, dtype: torch.dtype, num_rows: int, num_experts: int, *, batch_invariant: bool) -> Tile:
+    """The tile for `num_rows` sorted rows, bf16 or fp32, on an architecture."""
     if target == INTERPRETER:
         return _INTERPRETED
+    if dtype == torch.float32:
+        return _FP32
     rows_per_expert = num_rows / max(1, min(num_rows, num_experts))
     if batch_invariant:
         tile = _SOME
@@ -123,7 +126,7 @@ def experts_forward(
     num_rows, num_experts = chosen_TK.numel(), len(gate_up_E2FD[0] if isinstance(gate_up_E2FD, Mxfp4) else gate_up_E2FD)
     if tile is None:
         target = architecture(x_TD.device)
-        tile = choose_tile(target, num_rows, num_experts, batch_invariant=batch_invariant)
+        tile = choose_tile(target, x_TD.dtype, num_rows, num_experts, batch_invariant=batch_invariant)
     made = schedule(chosen_TK, num_experts, tile.block_m) if made is None else made
     arguments = (x_TD, gate_up_E2FD, down_EDF, weights_TK, gate_up_bias_E2F, down_bias_ED)
     if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments):
@@ -260,10 +263,12 @@ def _spec(name: str, kernel: Any, kinds: dict[str, str], constexprs: dict[str, A
     return AotSpec(name=name, kernel=kernel, signature=signature, constexprs=constexprs, **options)
 
 
-def _product_specs(name: str, tile: Tile, targets: Sequence[str], *, packed: bool = True) -> list[AotSpec]:
-    """Both products of gpt-oss's shapes, bf16 rows."""
+def _product_specs(
+    name: str, tile: Tile, targets: Sequence[str], *, packed: bool = True, rows: str = "*bf16"
+) -> list[AotSpec]:
+    """Both products of gpt-oss's shapes."""
     kinds = dict.fromkeys(("order_ptr", "first_row_ptr", "expert_of_block_ptr", "row_of_block_ptr"), "*i32")
-    kinds |= dict.fromkeys(("x_ptr", "act_ptr", "bias_ptr"), "*bf16")
+    kinds |= dict.fromkeys(("x_ptr", "act_ptr", "bias_ptr"), rows)
     kinds |= dict.fromkeys(("w_ptr", "s_ptr"), "*u8" if packed else "*bf16")
     cut: dict[str, Any] = {
         "SPLITS": tile.splits,
@@ -277,10 +282,10 @@ def _product_specs(name: str, tile: Tile, targets: Sequence[str], *, packed: boo
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
         "unaligned": ("s_expert_stride", "s_stride", "num_blocks", "num_rows"),
-        "features": ("mma", "async_copy", "wide_load"),
+        "features": ("async_copy", "wide_load") if rows == "*fp32" else ("mma", "async_copy", "wide_load"),
         "targets": targets,
     }
-    part = "*bf16" if tile.splits == 1 else "*fp32"
+    part = rows if tile.splits == 1 else "*fp32"
     gate_up = cut | {"TOP_K": 4, "HAS_BIAS": True, "CLAMP": True}
     return [
         _spec(f"gate_up_{name}", gate_up_kernel, kinds | {"out_ptr": part}, gate_up, **options),
@@ -295,15 +300,16 @@ _INVARIANT, _SPLIT, _LARGE = 64, 16, 1 << 15
 def _tiles(targets: Sequence[str]) -> dict[str, Tile]:
     """The tiles of gpt-oss-20b that differ."""
     return {
-        "invariant": choose_tile(targets[0], _INVARIANT, 32, batch_invariant=True),
-        "split": choose_tile(targets[0], _SPLIT, 32, batch_invariant=False),
-        "many": choose_tile(targets[0], _LARGE, 32, batch_invariant=False),
+        "invariant": choose_tile(targets[0], torch.bfloat16, _INVARIANT, 32, batch_invariant=True),
+        "split": choose_tile(targets[0], torch.bfloat16, _SPLIT, 32, batch_invariant=False),
+        "many": choose_tile(targets[0], torch.bfloat16, _LARGE, 32, batch_invariant=False),
     }
 
 
 AOT = [
     *(s for name, tile in _tiles(_NVIDIA).items() for s in _product_specs(name, tile, _NVIDIA)),
     *(s for name, tile in _tiles(_AMD).items() for s in _product_specs(f"{name}_decoded", tile, _AMD)),
+    *_product_specs("fp32", _FP32, TARGETS, rows="*fp32"),
     *_product_specs("dense", _tiles(_NVIDIA)["invariant"], _NVIDIA, packed=False)[:1],
     *_product_specs("invariant_decoded_nvidia", replace(_SOME, decode=True), _NVIDIA)[:1],
     _spec(

@@ -226,11 +226,15 @@ def test_products_of_every_code(form, device):
         assert torch.equal(out.cpu().t(), mxfp4.dequantize(blocks[at : at + 64], scales[at : at + 64]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target", TARGETS)
-def test_tiles(target):
-    """Batch-invariant tiles do not depend on the batch; few rows are split only where that is not asked for."""
-    tiles = {choose_tile(target, rows, 32, batch_invariant=True) for rows in (1, 16, 100, 1000, 1 << 20)}
+def test_batch_invariant_tiles_do_not_depend_on_the_batch(target, dtype):
+    tiles = {choose_tile(target, dtype, rows, 32, batch_invariant=True) for rows in (1, 16, 100, 1000, 1 << 20)}
     assert len(tiles) == 1
     assert tiles.pop().splits == 1
-    assert choose_tile(target, 4, 32, batch_invariant=False).splits > 1
-    assert choose_tile(target, 1 << 20, 32, batch_invariant=False).block_m >= 128
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_tiles_that_may_depend_on_the_batch(target):
+    assert choose_tile(target, torch.bfloat16, 4, 32, batch_invariant=False).splits > 1
+    assert choose_tile(target, torch.bfloat16, 1 << 20, 32, batch_invariant=False).block_m >= 128
