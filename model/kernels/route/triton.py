@@ -302,7 +302,7 @@ def _fill(num_experts: int, block_rows: int) -> dict[str, Any]:
 
 def _step(bins: int) -> int:
     """Choices that a program of 8 warps places at once."""
-    return max(1, _COUNTERS // bins)
+    return min(64, max(1, _COUNTERS // bins))
 
 
 def _bins(num_experts: int) -> int:
