@@ -11,7 +11,7 @@ Shapes: N rows that sample, T packed tokens.
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -40,8 +40,6 @@ from rollout.engine.stop_text import StopText
 from rollout.engine.text import Completion, Prompt, PromptError, TextSide, is_chat, plain_completion
 from rollout.renderers.base import Tools
 from rollout.types import Generation, SampleRequest, SamplingParams, WeightVersion
-
-log = logging.getLogger(__name__)
 
 _OWN_SESSIONS = 1 << 62
 """Sessions of `generate` count from here; the callers' own are smaller."""
@@ -340,6 +338,12 @@ class Engine:
         for active, token, logprob, model_logprob in zip(
             sampling, choice.ids_N.tolist(), choice.logprobs_N.tolist(), choice.model_logprobs_N.tolist(), strict=True
         ):
+            if not math.isfinite(logprob):
+                raise EngineError(
+                    f"engine: logprobs must be finite, got {logprob} in session {active.request.session} with weights "
+                    f"{version} at temperature {active.request.params.temperature}; look for NaN or huge values in the "
+                    "published weights"
+                )
             active.append(token, logprob, model_logprob, version)
             if active.finish is not None:
                 self._scheduler.finish(active)
@@ -356,13 +360,6 @@ class Engine:
         choice = self._rows[1].choose(
             self._kernels.sample, logits_NV, np.array([len(active.ids) for active in sampling])
         )
-        if not bool(choice.logprobs_N.isfinite().all()):
-            n = int((~choice.logprobs_N.isfinite()).nonzero()[0])
-            raise EngineError(
-                f"engine: logprobs must be finite, got {choice.logprobs_N[n].item()} in session "
-                f"{sampling[n].request.session} with weights {self._version} at temperature "
-                f"{sampling[n].request.params.temperature}; look for NaN or huge values in the published weights"
-            )
         return choice
 
     def _encode(self, prompt: Prompt, tools: Tools) -> tuple[int, ...]:

@@ -63,8 +63,10 @@ class Runner:
         attend = PagedAttend(self._cache, self._attention, torch.from_numpy(slots_T), table)
         out = self._model(torch.tensor(ids), torch.from_numpy(positions_T), attend)
         self._cache.routes_SLK[slots_T] = out.routes_TLK.numpy()
-        last_N = torch.from_numpy((firsts_N + counts_N - 1)[samples])
-        return StepOutput(self._model.logits(out.hidden_TD[last_N]), samples)
+        hidden_ND = out.hidden_TD
+        if len(samples) < len(ids):
+            hidden_ND = hidden_ND[torch.from_numpy((firsts_N + counts_N - 1)[samples])]
+        return StepOutput(self._model.logits(hidden_ND), samples)
 
     def _page_rows(self, step: Sequence[Work], longest: int) -> np.ndarray:
         """The page table of the step's rows, with the entries that came since the last step."""

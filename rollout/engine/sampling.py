@@ -30,7 +30,7 @@ class Rows:
 
     def __init__(self, requests: Sequence[SampleRequest]):
         params = [request.params for request in requests]
-        self._seeds_N = np.array([request.seed for request in requests], dtype=np.uint64)
+        self._keys_N = _splitmix64(np.array([request.seed for request in requests], dtype=np.uint64))
         self._temperatures_N = torch.tensor([each.temperature for each in params])
         # A cut that no row asks for costs nothing.
         self._cuts: dict[str, torch.Tensor] = {}
@@ -43,7 +43,7 @@ class Rows:
 
     def choose(self, sample: Sample, logits_NV: torch.Tensor, positions_N: np.ndarray) -> Sampled:
         """The next token of each row, where its sequence has `positions_N` tokens; `sample` is the kernel."""
-        uniforms_N = torch.from_numpy(counter_uniform(self._seeds_N, positions_N))
+        uniforms_N = torch.from_numpy(_uniform(self._keys_N, positions_N))
         return sample(logits_NV, self._temperatures_N, uniforms_N, **self._cuts)
 
 
@@ -53,8 +53,11 @@ def counter_uniform(seeds_N: np.ndarray, positions_N: np.ndarray) -> np.ndarray:
     SplitMix64 (Steele, Lea and Flood 2014) applied to the seed, then to the result plus the position: a stateless
     generator, so a preempted or re-batched request draws the same numbers again.
     """
-    with np.errstate(over="ignore"):
-        mixed = _splitmix64(_splitmix64(seeds_N.astype(np.uint64)) + positions_N.astype(np.uint64))
+    return _uniform(_splitmix64(seeds_N.astype(np.uint64)), positions_N)
+
+
+def _uniform(keys_N: np.ndarray, positions_N: np.ndarray) -> np.ndarray:
+    mixed = _splitmix64(keys_N + positions_N.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

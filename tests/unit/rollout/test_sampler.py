@@ -216,3 +216,18 @@ def test_an_episode_cancelled_while_it_waits_disturbs_no_other(settle, joining):
     assert sorted(engine.closed) == [0, 1, 2]
     if joining is Joining.LOCKSTEP:
         assert engine.steps[0] == [1, 2]
+
+
+def test_a_refusal_that_nobody_waits_for_any_more_disturbs_no_other():
+    engine = FakeEngine()
+    sampler = EpisodeSampler(engine, [0, 2], Joining.CONTINUOUS)
+
+    async def scenario():
+        going_on = asyncio.create_task(_episode(sampler, 2, 2, slow=False))
+        refused = asyncio.create_task(sampler.sample(request(0, 4)))
+        await asyncio.sleep(0)
+        refused.cancel()
+        async with asyncio.timeout(2):
+            return await going_on
+
+    assert len(asyncio.run(scenario())) == 2
