@@ -63,7 +63,7 @@ class EpisodeSampler:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     def _may_join(self) -> bool:
-        """In lockstep a session that runs is open and has not asked again, so nobody joins before the batch has ended."""
+        """In lockstep a session that runs is open and has not asked, so nobody joins before the batch has ended."""
         return bool(self._asked) and (self._joining is Joining.CONTINUOUS or self._asked.keys() == self._open.keys())
 
     async def _drive(self) -> None:
