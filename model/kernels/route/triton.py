@@ -44,7 +44,7 @@ ONE_PROGRAM = 4096
 _CHUNK = 1024
 """Choices that one program sorts when there are several."""
 
-_BLOCKS = 32
+_BLOCKS = 16
 """Blocks of the schedule written at once."""
 
 _COUNTERS = 4096
