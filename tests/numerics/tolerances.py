@@ -88,5 +88,5 @@ def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 ATTENTION_BF16_WEIGHTS = 2 * U16
-"""Attention that rounds the softmax's weights to bf16 for its product, and its output. Each is off by at most U16 / 2 of
-a term; the terms of an output sum in magnitude to at most the largest value, up to 3 times the largest output here."""
+"""Attention that rounds the softmax's weights to bf16 for its product, and its output. Each is off by at most U16 / 2
+of a term; the terms of an output sum in magnitude to at most the largest value, up to 3 times the largest output."""
