@@ -120,9 +120,7 @@ def test_two_rounds_of_grpo_pass_the_parity_gate_and_move_every_trained_tensor(f
 @pytest.mark.parametrize("dtype", ComputeDtype)
 @pytest.mark.parametrize("kernels", [KernelChoice(isa.value) for isa in available_isas()])
 @pytest.mark.parametrize("family", Family)
-def test_rounds_without_any_difference(
-    family: Family, kernels: KernelChoice, dtype: ComputeDtype, tmp_path: Path
-):
+def test_rounds_without_any_difference(family: Family, kernels: KernelChoice, dtype: ComputeDtype, tmp_path: Path):
     config = dataclasses.replace(MINI[family], compute_dtype=dtype)
     learner = make_learner(config, write_start(config, tmp_path / "start"), kernels)
     engine = Engine(

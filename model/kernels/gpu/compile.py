@@ -158,7 +158,8 @@ def _problems(spec: AotSpec, target: str, row: Compiled, before: Mapping[str, An
         yield f"at most {SHARED_BYTES[target]} bytes of shared memory, got {row.shared_bytes}; use fewer stages"
     missing = [name for name in spec.features if target in FEATURES[name] and name not in row.instructions]
     for name in missing:
-        yield f"no instruction of {name} ({FEATURES[name][target]}), got {dict(row.instructions)}; see the generated code"
+        wanted = FEATURES[name][target]
+        yield f"no instruction of {name} ({wanted}), got {dict(row.instructions)}; see the generated code"
     if before is None:
         return
     if row.registers > SLACK * before["registers"]:
