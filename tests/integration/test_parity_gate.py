@@ -220,7 +220,8 @@ def test_one_nibble_changed_in_transit_is_refused_by_its_digest(loop: Loop):
 
 
 def damages(snapshot: WeightSnapshot, count: int) -> Iterator[Damage]:
-    """Nibbles at random, half of them in experts, half elsewhere; never one that leaves the value (0 and -0)."""
+    """Nibbles at random, half of them in experts, half elsewhere; never one that leaves the value (0 and -0), nor one
+    that makes it so large that logits overflow, which the engine itself refuses while it samples."""
     rng = np.random.default_rng(9)
     names = {
         kind: sorted(name for name, packed in snapshot.tensors.items() if packed.format is kind) for kind in Format
@@ -231,8 +232,20 @@ def damages(snapshot: WeightSnapshot, count: int) -> Iterator[Damage]:
         payload = snapshot.tensors[name].payload.reshape(-1)
         byte, shift = int(rng.integers(payload.size)), int(rng.choice([0, 4]))
         code = int(payload[byte] >> shift) & 0x0F
-        choices = [bits for bits in range(1, 16) if {code, code ^ bits} != {0, 8} or kind is Format.BF16]
-        yield Damage(tensor=name, byte=byte, bits=int(rng.choice(choices)) << shift)
+        choices = [
+            bits << shift
+            for bits in range(1, 16)
+            if (_bf16_after(payload, byte, bits << shift) < 1e9 if kind is Format.BF16 else {code, code ^ bits} != {0, 8})
+        ]
+        yield Damage(tensor=name, byte=byte, bits=int(rng.choice(choices)))
+
+
+def _bf16_after(payload: np.ndarray, byte: int, bits: int) -> float:
+    """The magnitude of a bf16 value one of whose two bytes is exclusive-or `bits`."""
+    pair = payload[byte & ~1 : (byte | 1) + 1].copy()
+    pair[byte & 1] ^= bits
+    value = abs(float(torch.from_numpy(pair).view(torch.bfloat16)))
+    return value if value == value else float("inf")
 
 
 class _Pool:

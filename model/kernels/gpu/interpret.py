@@ -33,9 +33,13 @@ def to_bf16(x):
 
 @triton.jit
 def dot(a, b, acc):
-    """Acc + a @ b with an fp32 accumulator; operands of one dtype, bf16 or fp32, and fp32 is not cut to tf32."""
+    """Acc + a @ b with an fp32 accumulator; operands of one dtype, bf16 or fp32, and fp32 is not cut to tf32.
+
+    The interpreter would multiply with BLAS, some of which add a row's products in an order that depends on where in
+    the tile the row stands; a matrix instruction does not, so here they are added in the order of `k`.
+    """
     if INTERPRET:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        return acc + tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
     else:
         return tl.dot(a, b, acc, input_precision="ieee")
 

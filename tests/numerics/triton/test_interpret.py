@@ -58,3 +58,14 @@ def test_products_accumulate_in_fp32(dtype, device):
     out = torch.full((64, 64), torch.nan, device=device)
     _dot_kernel[(1,)](a, b, out, N=64)
     assert relative_error(out, a.double() @ b.double()) < summed(64)
+
+
+def test_a_row_of_a_product_does_not_depend_on_its_place(device):
+    g = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(64, 64, generator=g).to(device) for _ in range(2))
+    outs = []
+    for turn in range(0, 64, 7):
+        out = torch.full((64, 64), torch.nan, device=device)
+        _dot_kernel[(1,)](a.roll(turn, 0), b, out, N=64)
+        outs.append(out.roll(-turn, 0))
+    assert all(torch.equal(out, outs[0]) for out in outs)

@@ -130,13 +130,15 @@ def test_a_closed_gate_with_equal_weights_names_the_layer():
 def test_a_worker_that_holds_a_nan_or_lacks_a_tensor_differs_without_bound():
     import torch
 
-    from model.config import ModelConfig
+    from model.config import KernelChoice, ModelConfig
+    from model.kernels.dispatch import resolve_kernels
     from model.transformer import init_weights
     from rl.learner.policy import PublishedPolicy
 
     policy = PublishedPolicy(
         ModelConfig(vocab_size=8, hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=32,
-                    expert_hidden_size=32, num_experts=2, num_experts_per_tok=1)
+                    expert_hidden_size=32, num_experts=2, num_experts_per_tok=1),
+        resolve_kernels(KernelChoice.torch),
     )  # fmt: skip
     init_weights(policy.model, 0)
     policy.refresh()
