@@ -232,11 +232,11 @@ def damages(snapshot: WeightSnapshot, count: int) -> Iterator[Damage]:
         payload = snapshot.tensors[name].payload.reshape(-1)
         byte, shift = int(rng.integers(payload.size)), int(rng.choice([0, 4]))
         code = int(payload[byte] >> shift) & 0x0F
-        choices = [
-            bits << shift
-            for bits in range(1, 16)
-            if (_bf16_after(payload, byte, bits << shift) < 1e9 if kind is Format.BF16 else {code, code ^ bits} != {0, 8})
-        ]
+        changes = [bits << shift for bits in range(1, 16)]
+        if kind is Format.BF16:
+            choices = [bits for bits in changes if _bf16_after(payload, byte, bits) < 1e9]
+        else:
+            choices = [bits for bits in changes if {code, code ^ bits >> shift} != {0, 8}]
         yield Damage(tensor=name, byte=byte, bits=int(rng.choice(choices)))
 
 
