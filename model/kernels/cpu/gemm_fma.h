@@ -103,7 +103,7 @@ GEMM_INLINE inline void scales(const uint8_t* bytes, Vec* out) {  // exact for e
 using Vec = __m256;
 constexpr int kLanes = 8, kParts = 4;
 constexpr int kGroup = 2;
-constexpr int kMxfp4DirectRows = 4;
+constexpr int kMxfp4DirectRows = 5;
 template <int kRows>
 constexpr int kDirectParts = kRows <= 2 ? 4 : 2;
 
@@ -218,7 +218,8 @@ constexpr int direct_rows(const Mxfp4Strip&) { return kMxfp4DirectRows; }
 inline bool is_extreme(const Bf16Strip&) { return false; }
 inline bool is_extreme(const Mxfp4Strip& strip) { return strip.extreme; }
 
-// Rows are kept in tiles of at most kTile that share `count` evenly; a tile is [block][row][32].
+// Rows are kept in tiles of at most kTile that share `count` evenly; they lie as they are read, [chunk][tile][block of
+// the chunk][row][32], so that the processor fetches ahead what the next tile needs.
 struct Tiles {
   int64_t count, num;
   explicit Tiles(int64_t count) : count(count), num((count + kTile - 1) / kTile) {}
@@ -336,7 +337,7 @@ __attribute__((noinline)) void use(const float* weights, const float* scale, con
       const Vec by = load(scale + (b * kCount + p) * kLanes);
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) {
-        float* total = totals + m * kMaxStrips * kStripSums + p * kLanes;
+        float* total = totals + (m * kCount + p) * kLanes;
         store(total, fma(sum[m][p], by, load(total)));
       }
     }
@@ -373,21 +374,24 @@ void multiply_decoded(const Strip* strips, const Rows& x, float* out, int64_t st
         ahead.lines = int(rest * block_bytes(strips[0]) / 64);
         ahead.lines_at_once = int((ahead.lines + times_used - 1) / times_used);
       }
-      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-        const int rows = tiles.rows(tile);
-        const float* in = (const float*)x.data + (tiles.first(tile) * x.blocks + block * rows) * kBlock;
-        float* sums = totals + (tiles.first(tile) - first_row) * kRowSums;
-        for (int group = 0; group < kGroups; ++group) {
-          const int parts = group * kCount * kLanes;
+      for (int group = 0; group < kGroups; ++group) {
+        const int parts = group * kCount * kLanes;
+        for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+          const int rows = tiles.rows(tile);
+          const float* in = (const float*)x.data + (block * x.count + tiles.first(tile) * num_blocks) * kBlock;
+          float* sums = totals + num_rows * parts + (tiles.first(tile) - first_row) * kCount * kLanes;
           use_any<kCount>(rows, panel.weights + parts * kChunk * kSlots, panel.scales + parts * kChunk, in, num_blocks,
-                          sums + parts, ahead);
+                          sums, ahead);
         }
       }
     }
     for (int64_t row = 0; row < num_rows; ++row) {
       for (int s = 0; s < kStrips; ++s) {
         Vec sums[kParts];
-        for (int p = 0; p < kParts; ++p) sums[p] = load(totals + row * kRowSums + s * kStripSums + p * kLanes);
+        for (int p = 0; p < kParts; ++p) {
+          const int part = s * kParts + p;
+          sums[p] = load(totals + ((part / kCount * num_rows + row) * kCount + part % kCount) * kLanes);
+        }
         add_parts(sums, out + (first_row + row) * stride + s * kStrip);
       }
     }
@@ -409,8 +413,11 @@ inline void prepare(const void* x, int64_t stride, const int32_t* gather, int64_
   using simd::F16;
   const int64_t blocks = (k + kBlock - 1) / kBlock;
   const fp32::Tiles tiles(count);
-  const auto copy = [&](auto* values, int64_t pitch, float* out) {
+  const auto copy = [&](auto* values, int64_t first_row, int64_t m, int64_t rows) {  // m: of the tile
     for (int64_t block = first_block; block < last_block; ++block) {
+      const int64_t chunk = block / fp32::kChunk * fp32::kChunk;
+      const int64_t in_chunk = std::min<int64_t>(fp32::kChunk, blocks - chunk);
+      float* out = (float*)memory + (chunk * count + first_row * in_chunk + (block - chunk) * rows + m) * kBlock;
       for (int half = 0; half < 2; ++half) {
         const int64_t at = block * kBlock + half * kStrip, rest = std::clamp<int64_t>(k - at, 0, kStrip);
         F16 v;
@@ -419,7 +426,7 @@ inline void prepare(const void* x, int64_t stride, const int32_t* gather, int64_
         } else {
           v = rest == kStrip ? simd::load_bf16(values + at) : simd::load_bf16(values + at, int(rest));
         }
-        simd::store(out + block * pitch + half * kStrip, v);
+        simd::store(out + half * kStrip, v);
       }
     }
   };
@@ -427,11 +434,10 @@ inline void prepare(const void* x, int64_t stride, const int32_t* gather, int64_
     const int64_t rows = tiles.rows(tile), first = tiles.first(tile);
     for (int64_t m = 0; m < rows; ++m) {
       const int64_t offset = (gather ? gather[first + m] : first + m) * stride;
-      float* out = (float*)memory + first * blocks * kBlock + m * kBlock;
       if (dtype == Dtype::kFp32) {
-        copy((const float*)x + offset, rows * kBlock, out);
+        copy((const float*)x + offset, first, m, rows);
       } else {
-        copy((const uint16_t*)x + offset, rows * kBlock, out);
+        copy((const uint16_t*)x + offset, first, m, rows);
       }
     }
   }
