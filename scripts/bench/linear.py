@@ -74,8 +74,10 @@ class Machine:
         self._mxfp4.restype = None
 
     def peak_flops(self) -> float:
-        """fp32 operations a second of all threads, two a multiply-add; the best of a second: a virtual machine takes
-        that long to wake its other processors."""
+        """fp32 operations a second of all threads, two a multiply-add.
+
+        The best of a second: a virtual machine takes that long to wake its other processors.
+        """
         best, until = 0.0, time.perf_counter() + 1.0
         while time.perf_counter() < until:
             started = clock()
