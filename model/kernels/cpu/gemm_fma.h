@@ -225,6 +225,10 @@ struct Tiles {
   explicit Tiles(int64_t count) : count(count), num((count + kTile - 1) / kTile) {}
   int64_t first(int64_t tile) const { return count * tile / num; }
   int rows(int64_t tile) const { return int(first(tile + 1) - first(tile)); }
+  int64_t offset(int64_t tile, int64_t block, int64_t blocks) const {  // of a block of a tile, in floats
+    const int64_t chunk = block / kChunk * kChunk, in_chunk = std::min<int64_t>(kChunk, blocks - chunk);
+    return (chunk * count + first(tile) * in_chunk + (block - chunk) * rows(tile)) * kBlock;
+  }
 };
 
 // A few rows: weights are decoded into registers. kParts of the strip are computed in one or two runs over K.
@@ -356,7 +360,7 @@ void multiply_decoded(const Strip* strips, const Rows& x, float* out, int64_t st
   constexpr int kCount = std::min(kGroup, kStrips * kParts), kGroups = kStrips * kParts / kCount;
   constexpr int kRowSums = kMaxStrips * kStripSums;
   alignas(64) Panel panel;
-  alignas(64) float totals[kPassTiles * kTile * kRowSums];
+  alignas(64) float totals[kPassTiles * kTile * kRowSums];  // [group][row of the pass][part of the group][lane]
   const Tiles tiles(x.count);
   for (int64_t first_tile = 0; first_tile < tiles.num; first_tile += kPassTiles) {
     const int64_t last_tile = std::min(first_tile + kPassTiles, tiles.num), first_row = tiles.first(first_tile);
@@ -378,7 +382,7 @@ void multiply_decoded(const Strip* strips, const Rows& x, float* out, int64_t st
         const int parts = group * kCount * kLanes;
         for (int64_t tile = first_tile; tile < last_tile; ++tile) {
           const int rows = tiles.rows(tile);
-          const float* in = (const float*)x.data + (block * x.count + tiles.first(tile) * num_blocks) * kBlock;
+          const float* in = (const float*)x.data + tiles.offset(tile, block, x.blocks);
           float* sums = totals + num_rows * parts + (tiles.first(tile) - first_row) * kCount * kLanes;
           use_any<kCount>(rows, panel.weights + parts * kChunk * kSlots, panel.scales + parts * kChunk, in, num_blocks,
                           sums, ahead);
@@ -413,11 +417,9 @@ inline void prepare(const void* x, int64_t stride, const int32_t* gather, int64_
   using simd::F16;
   const int64_t blocks = (k + kBlock - 1) / kBlock;
   const fp32::Tiles tiles(count);
-  const auto copy = [&](auto* values, int64_t first_row, int64_t m, int64_t rows) {  // m: of the tile
+  const auto copy = [&](auto* values, int64_t tile, int64_t m) {
     for (int64_t block = first_block; block < last_block; ++block) {
-      const int64_t chunk = block / fp32::kChunk * fp32::kChunk;
-      const int64_t in_chunk = std::min<int64_t>(fp32::kChunk, blocks - chunk);
-      float* out = (float*)memory + (chunk * count + first_row * in_chunk + (block - chunk) * rows + m) * kBlock;
+      float* out = (float*)memory + tiles.offset(tile, block, blocks) + m * kBlock;
       for (int half = 0; half < 2; ++half) {
         const int64_t at = block * kBlock + half * kStrip, rest = std::clamp<int64_t>(k - at, 0, kStrip);
         F16 v;
@@ -435,9 +437,9 @@ inline void prepare(const void* x, int64_t stride, const int32_t* gather, int64_
     for (int64_t m = 0; m < rows; ++m) {
       const int64_t offset = (gather ? gather[first + m] : first + m) * stride;
       if (dtype == Dtype::kFp32) {
-        copy((const float*)x + offset, first, m, rows);
+        copy((const float*)x + offset, tile, m);
       } else {
-        copy((const uint16_t*)x + offset, first, m, rows);
+        copy((const uint16_t*)x + offset, tile, m);
       }
     }
   }
