@@ -82,6 +82,20 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(isa, lowest, dtype):
         assert torch.equal(product(x[row : row + 1]), together[row : row + 1])
 
 
+@pytest.mark.parametrize("magnitude", [-149, -126, -84, -60, 0, 64, 100])
+@pytest.mark.parametrize(("lowest", "highest"), [(95, 135), (94, 135), (95, 136), (60, 140), (2, 252)])
+def test_few_rows_and_many_agree_however_far_apart_scales_and_activations_are(isa, lowest, highest, magnitude):
+    """The products of a few rows move scales from block to block, which is exact only in a range."""
+    blocks, scales = packed_weight(32, 320, lowest, highest)
+    scales[3, 2], scales[17, 7], scales[3, 3] = lowest, lowest, highest
+    x, product = rows(8, 320), Product(isa, blocks, scales)
+    x[:, 7] *= 2.0**magnitude
+    x[:3, 200] = torch.tensor([2.0**magnitude, -(2.0**magnitude), 0.0])
+    together = product(x)
+    for count in range(1, 8):
+        torch.testing.assert_close(product(x[:count]), together[:count], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("num_rows", [1, 5, 40])
 def test_the_same_bits_on_any_number_of_threads(isa, num_rows):
     x, product = rows(num_rows, 96), Product(isa, *packed_weight(112, 96))

@@ -1,10 +1,14 @@
 // The products of gemm.h with fp32 multiply-adds, on AVX-512 or on AVX2 with FMA.
 //
-// Every output is two sums, one of the even k and one of the odd k, added at the end. Inside a block each sum starts
-// anew and takes the pairs (k, k + 1) of every eight k in the order 0 2 1 3 (it saves AVX2 registers); the block's sum
-// times its scale is then added to the total. Both instruction sets and every number of rows keep this order, so all
-// give the same bits. A few rows decode the strip into registers; more decode a chunk of it once, into memory that the
-// nearest cache holds, and use it from there.
+// Every output is two sums, one of the even k and one of the odd k, added at the end. In every chunk of four blocks each
+// sum starts anew and takes the pairs (k, k + 1) of every eight k in the order 0 2 1 3 (it saves AVX2 registers); the
+// chunk's sum is then added to the total. Both instruction sets and every number of rows keep this order, so all give
+// the same bits. Many rows dequantize a chunk of the strip once, into memory that the nearest cache holds, and use it
+// from there. A few rows decode it into registers without its scales: from block to block sums are multiplied by the
+// quotient of the scales instead, a power of two. No bit changes while nothing overflows and nothing falls below the
+// smallest float. With activations of 0 or 2^-84 to 2^64 and scales of 2^-32 to 2^8 that is certain (every sum is a
+// multiple of 2^(-84 - 24 - 40) > 2^-149, and at most 2^(64 + 3 + 6 + 40) < 2^127); what else there is takes the way of
+// many rows.
 //
 // The 32 sums of a strip lie in registers called parts. AVX-512: the sixteen columns' even sums, then their odd sums.
 // AVX2: (even, odd) of four columns, so that one broadcast pair of activations serves all lanes: columns 0 1 4 5, then
@@ -52,6 +56,7 @@ constexpr int kDirectParts = 2;
 inline Vec zeros() { return _mm512_setzero_ps(); }
 inline Vec load(const float* p) { return _mm512_load_ps(p); }
 inline void store(float* p, Vec a) { _mm512_store_ps(p, a); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 
@@ -97,6 +102,12 @@ GEMM_INLINE inline void scales(const uint8_t* bytes, Vec* out) {  // exact for e
   const __mmask16 nan = _mm512_cmpeq_epi32_mask(byte, _mm512_set1_epi32(255));
   out[0] = out[1] = _mm512_castsi512_ps(_mm512_mask_blend_epi32(nan, bits, _mm512_set1_epi32(0x7FC00000)));
 }
+template <int kFirst, int kCount>
+GEMM_INLINE inline void quotients(const uint8_t* above, const uint8_t* below, Vec* out) {  // of two blocks' scales
+  const __m128i less = _mm_sub_epi8(_mm_loadu_si128((const __m128i*)above), _mm_loadu_si128((const __m128i*)below));
+  const __m512i exponents = _mm512_add_epi32(_mm512_cvtepi8_epi32(less), _mm512_set1_epi32(127));
+  out[0] = out[1] = _mm512_castsi512_ps(_mm512_slli_epi32(exponents, 23));
+}
 
 #else
 
@@ -110,6 +121,7 @@ constexpr int kDirectParts = kRows <= 2 ? 4 : 2;
 inline Vec zeros() { return _mm256_setzero_ps(); }
 inline Vec load(const float* p) { return _mm256_load_ps(p); }
 inline void store(float* p, Vec a) { _mm256_store_ps(p, a); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 
@@ -186,19 +198,23 @@ GEMM_INLINE inline void scales(const uint8_t* bytes, Vec* out) {
     out[2 * half + 1] = _mm256_castsi256_ps(_mm256_unpackhi_epi32(all, all));
   });
 }
+template <int kFirst, int kCount>
+GEMM_INLINE inline void quotients(const uint8_t* above, const uint8_t* below, Vec* out) {  // of two blocks' scales
+  times<kCount / 2>([&](auto half) GEMM_INLINE {
+    const int at = 8 * (half + kFirst / 2);
+    const __m128i less =
+        _mm_sub_epi8(_mm_loadl_epi64((const __m128i*)(above + at)), _mm_loadl_epi64((const __m128i*)(below + at)));
+    const __m256i exponents = _mm256_add_epi32(_mm256_cvtepi8_epi32(less), _mm256_set1_epi32(127));
+    const __m256i all = _mm256_slli_epi32(exponents, 23);
+    out[2 * half] = _mm256_castsi256_ps(_mm256_unpacklo_epi32(all, all));
+    out[2 * half + 1] = _mm256_castsi256_ps(_mm256_unpackhi_epi32(all, all));
+  });
+}
 
 #endif
 
-inline Vec ones() { return zeros() + 1.0f; }
-
-template <int kFirst, int kCount>
-GEMM_INLINE inline void scales(const Bf16Strip&, int64_t, Vec* out) {
-  times<kCount>([&](auto part) GEMM_INLINE { out[part] = ones(); });
-}
-template <int kFirst, int kCount>
-GEMM_INLINE inline void scales(const Mxfp4Strip& strip, int64_t block, Vec* out) {
-  scales<kFirst, kCount>(strip.scales + block * kStrip, out);
-}
+template <class Strip>
+constexpr bool kHasScales = std::is_same_v<Strip, Mxfp4Strip>;
 
 inline const char* bytes_of(const Bf16Strip& strip) { return (const char*)strip.values; }
 inline const char* bytes_of(const Mxfp4Strip& strip) { return (const char*)strip.codes; }
@@ -215,8 +231,19 @@ GEMM_INLINE inline void prefetch(const Strip& strip, int64_t block) {
 constexpr int direct_rows(const Bf16Strip&) { return 2; }
 constexpr int direct_rows(const Mxfp4Strip&) { return kMxfp4DirectRows; }
 
-inline bool is_extreme(const Bf16Strip&) { return false; }
-inline bool is_extreme(const Mxfp4Strip& strip) { return strip.extreme; }
+constexpr int kLeastScale = 127 - 32, kMostScale = 127 + 8;  // of a few rows
+
+inline bool is_moderate(const float* x, int64_t count) {  // activations of a few rows
+  constexpr uint32_t kLeast = (127 - 84) << 23, kMost = (127 + 64) << 23;
+  bool all = true;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    bits &= 0x7FFFFFFF;
+    all &= (bits == 0) | (bits - kLeast <= kMost - kLeast);
+  }
+  return all;
+}
 
 // Rows are kept in tiles of at most kTile that share `count` evenly; they lie as they are read, [chunk][tile][block of
 // the chunk][row][32], so that the processor fetches ahead what the next tile needs.
@@ -231,46 +258,65 @@ struct Tiles {
   }
 };
 
-// A few rows: weights are decoded into registers. kParts of the strip are computed in one or two runs over K.
+// A few rows: weights are decoded into registers. kParts of the strip are computed in one or two runs over K. False: a
+// scale does not allow it.
 template <int kRows, int kFirst, int kCount, class Strip>
-GEMM_INLINE inline void direct_run(const Strip& strip, const float* x, int64_t blocks, Vec (*totals)[kParts]) {
-  Vec total[kRows][kCount];
-  times<kRows>([&](auto m) GEMM_INLINE { times<kCount>([&](auto p) GEMM_INLINE { total[m][p] = zeros(); }); });
+GEMM_INLINE inline bool direct_run(const Strip& strip, const float* x, int64_t blocks, Vec (*totals)[kParts]) {
+  Vec total[kRows][kCount], sum[kRows][kCount], scale[kCount];
+  const auto each = [](auto f) GEMM_INLINE {
+    times<kRows>([&](auto m) GEMM_INLINE { times<kCount>([&](auto p) GEMM_INLINE { f(m, p); }); });
+  };
+  __m128i above_least = _mm_setzero_si128();
+  each([&](auto m, auto p) GEMM_INLINE { total[m][p] = sum[m][p] = zeros(); });
   for (int64_t block = 0; block < blocks; ++block, x += kRows * kBlock) {
     if constexpr (kFirst == 0) prefetch(strip, block);
-    Vec sum[kRows][kCount];
     decode<kFirst, kCount>(strip, block, [&](auto slot, auto part, Vec weights) GEMM_INLINE {
       times<kRows>([&](auto m) GEMM_INLINE {
         const Vec activations = Pair(x + kBlock * m + 2 * pair_at(slot))[part];
-        Vec& s = sum[m][part];
-        s = slot == 0 ? mul(weights, activations) : fma(weights, activations, s);
+        sum[m][part] = fma(weights, activations, sum[m][part]);
       });
     });
-    Vec scale[kCount];
-    scales<kFirst, kCount>(strip, block, scale);
-    times<kRows>([&](auto m) GEMM_INLINE {
-      times<kCount>([&](auto p) GEMM_INLINE { total[m][p] = fma(sum[m][p], scale[p], total[m][p]); });
-    });
+    const bool ends = (block + 1) % kChunk == 0 || block + 1 == blocks;
+    if constexpr (kHasScales<Strip>) {
+      const uint8_t* bytes = strip.scales + block * kStrip;
+      const __m128i all = _mm_loadu_si128((const __m128i*)bytes);
+      above_least = _mm_max_epu8(above_least, _mm_sub_epi8(all, _mm_set1_epi8(kLeastScale)));
+      if (ends) {
+        scales<kFirst, kCount>(bytes, scale);
+      } else {
+        quotients<kFirst, kCount>(bytes, bytes + kStrip, scale);
+      }
+      each([&](auto m, auto p) GEMM_INLINE { sum[m][p] = mul(sum[m][p], scale[p]); });
+    }
+    if (ends) {
+      each([&](auto m, auto p) GEMM_INLINE {
+        total[m][p] = add(total[m][p], sum[m][p]);
+        sum[m][p] = zeros();
+      });
+    }
   }
-  times<kRows>([&](auto m) GEMM_INLINE {
-    times<kCount>([&](auto p) GEMM_INLINE { totals[m][kFirst + p] = total[m][p]; });
-  });
+  each([&](auto m, auto p) GEMM_INLINE { totals[m][kFirst + p] = total[m][p]; });
+  const __m128i most = _mm_set1_epi8(kMostScale - kLeastScale);
+  return _mm_movemask_epi8(_mm_cmpeq_epi8(_mm_max_epu8(above_least, most), most)) == 0xFFFF;
 }
 
 template <int kRows, class Strip>
-__attribute__((noinline)) void direct(const Strip& strip, const float* x, int64_t blocks, float* out, int64_t stride) {
+__attribute__((noinline)) bool direct(const Strip& strip, const float* x, int64_t blocks, float* out, int64_t stride) {
   constexpr int kCount = kDirectParts<kRows>;
   Vec totals[kRows][kParts];
+  bool done = true;
   times<kParts / kCount>([&](auto run) GEMM_INLINE {
-    direct_run<kRows, run * kCount, kCount>(strip, x, blocks, totals);
+    done = done && direct_run<kRows, run * kCount, kCount>(strip, x, blocks, totals);
   });
   times<kRows>([&](auto m) GEMM_INLINE { add_parts(totals[m], out + m * stride); });
+  return done;
 }
 
 template <class Strip, int kRows = direct_rows(Strip())>
-void direct_any(int rows, const Strip& strip, const float* x, int64_t blocks, float* out, int64_t stride) {
+bool direct_any(int rows, const Strip& strip, const float* x, int64_t blocks, float* out, int64_t stride) {
   if (rows == kRows) return direct<kRows>(strip, x, blocks, out, stride);
-  if constexpr (kRows > 1) direct_any<Strip, kRows - 1>(rows, strip, x, blocks, out, stride);
+  if constexpr (kRows > 1) return direct_any<Strip, kRows - 1>(rows, strip, x, blocks, out, stride);
+  return false;
 }
 
 // The lines of the chunk after this one, fetched a few at a time while this one is used.
@@ -287,45 +333,37 @@ struct Ahead {
   }
 };
 
-// A chunk of decoded strips: groups of parts that are used together, each [block][slot][part][lane].
+// A chunk of dequantized strips: groups of parts that are used together, each [block][slot][part][lane].
 struct alignas(64) Panel {
   float weights[kMaxStrips * kChunk * kBlock * kStrip];
-  float scales[kMaxStrips * kChunk * kStripSums];
 };
 
 template <int kCount, class Strip>  // kCount: parts in a group
 GEMM_INLINE inline void fill(Panel& panel, int first_part, const Strip& strip, int64_t first_block, int num_blocks) {
-  const bool extreme = is_extreme(strip);
   for (int b = 0; b < num_blocks; ++b) {
-    const auto place = [&](float* base, int slots, int slot, int part) GEMM_INLINE {
-      const int p = first_part + part;
-      return base + (((p / kCount * kChunk + b) * slots + slot) * kCount + p % kCount) * kLanes;
-    };
     Vec scale[kParts];
-    scales<0, kParts>(strip, first_block + b, scale);
+    if constexpr (kHasScales<Strip>) scales<0, kParts>(strip.scales + (first_block + b) * kStrip, scale);
     decode<0, kParts>(strip, first_block + b, [&](auto slot, auto part, Vec weights) GEMM_INLINE {
-      store(place(panel.weights, kSlots, slot, part), extreme ? mul(weights, scale[part]) : weights);
-    });
-    times<kParts>([&](auto part) GEMM_INLINE {
-      store(place(panel.scales, 1, 0, part), extreme ? ones() : scale[part]);
+      if constexpr (kHasScales<Strip>) weights = mul(weights, scale[part]);
+      const int p = first_part + part;
+      store(panel.weights + (((p / kCount * kChunk + b) * kSlots + slot) * kCount + p % kCount) * kLanes, weights);
     });
   }
 }
 
 template <int kRows, int kCount>
-__attribute__((noinline)) void use(const float* weights, const float* scale, const float* x, int num_blocks,
-                                   float* totals, Ahead& ahead) {
+__attribute__((noinline)) void use(const float* weights, const float* x, int num_blocks, float* totals, Ahead& ahead) {
+  Vec sum[kRows][kCount];
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kCount; ++p) sum[m][p] = zeros();
+  }
   for (int b = 0; b < num_blocks; ++b, x += kRows * kBlock, weights += kSlots * kCount * kLanes) {
     ahead.fetch();
-    Vec sum[kRows][kCount];
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-#pragma GCC unroll 4
-      for (int p = 0; p < kCount; ++p) sum[m][p] = zeros();
-    }
 #pragma GCC unroll 16
     for (int slot = 0; slot < kSlots; ++slot) {
-      asm volatile("" ::: "memory");  // else the compiler takes totals and weights ahead, to the stack and back
+      asm volatile("" ::: "memory");  // else the compiler takes weights ahead, to the stack and back
       Vec w[kCount];
 #pragma GCC unroll 4
       for (int p = 0; p < kCount; ++p) w[p] = load(weights + (slot * kCount + p) * kLanes);
@@ -336,23 +374,21 @@ __attribute__((noinline)) void use(const float* weights, const float* scale, con
         for (int p = 0; p < kCount; ++p) sum[m][p] = fma(w[p], activations[p], sum[m][p]);
       }
     }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 4
     for (int p = 0; p < kCount; ++p) {
-      const Vec by = load(scale + (b * kCount + p) * kLanes);
-#pragma GCC unroll 8
-      for (int m = 0; m < kRows; ++m) {
-        float* total = totals + (m * kCount + p) * kLanes;
-        store(total, fma(sum[m][p], by, load(total)));
-      }
+      float* total = totals + (m * kCount + p) * kLanes;
+      store(total, add(load(total), sum[m][p]));
     }
   }
 }
 
 template <int kCount, int kRows = kTile>
-void use_any(int rows, const float* weights, const float* scale, const float* x, int num_blocks, float* totals,
-             Ahead& ahead) {
-  if (rows == kRows) return use<kRows, kCount>(weights, scale, x, num_blocks, totals, ahead);
-  if constexpr (kRows > 1) use_any<kCount, kRows - 1>(rows, weights, scale, x, num_blocks, totals, ahead);
+void use_any(int rows, const float* weights, const float* x, int num_blocks, float* totals, Ahead& ahead) {
+  if (rows == kRows) return use<kRows, kCount>(weights, x, num_blocks, totals, ahead);
+  if constexpr (kRows > 1) use_any<kCount, kRows - 1>(rows, weights, x, num_blocks, totals, ahead);
 }
 
 template <int kStrips, class Strip>
@@ -384,8 +420,7 @@ void multiply_decoded(const Strip* strips, const Rows& x, float* out, int64_t st
           const int rows = tiles.rows(tile);
           const float* in = (const float*)x.data + tiles.offset(tile, block, x.blocks);
           float* sums = totals + num_rows * parts + (tiles.first(tile) - first_row) * kCount * kLanes;
-          use_any<kCount>(rows, panel.weights + parts * kChunk * kSlots, panel.scales + parts * kChunk, in, num_blocks,
-                          sums, ahead);
+          use_any<kCount>(rows, panel.weights + parts * kChunk * kSlots, in, num_blocks, sums, ahead);
         }
       }
     }
@@ -408,8 +443,9 @@ struct Scope {
   Scope() {}  // not trivial, so that an unused one is no warning
 };
 
+// The rows, then a byte for each block: whether a few rows hold an activation there that is not moderate.
 inline int64_t rows_bytes(int64_t count, int64_t blocks, Dtype) {
-  return count * blocks * kBlock * sizeof(float);
+  return count * blocks * kBlock * sizeof(float) + blocks;
 }
 
 inline void prepare(const void* x, int64_t stride, const int32_t* gather, int64_t count, int64_t k, Dtype dtype,
@@ -443,15 +479,26 @@ inline void prepare(const void* x, int64_t stride, const int32_t* gather, int64_
       }
     }
   }
+  if (tiles.num != 1) return;
+  const float* rows = (const float*)memory;
+  uint8_t* immoderate = (uint8_t*)(rows + count * blocks * kBlock);
+  for (int64_t block = first_block; block < last_block; ++block) {
+    immoderate[block] = !fp32::is_moderate(rows + block * count * kBlock, count * kBlock);
+  }
 }
 
 template <class Strip>
 void multiply(const Strip* strips, int num_strips, const Rows& x, float* out, int64_t stride) {
-  const bool extreme = fp32::is_extreme(strips[0]) || fp32::is_extreme(strips[num_strips - 1]);
   if (x.count == 0) return;
-  if (x.count <= fp32::direct_rows(strips[0]) && !extreme) {
+  const float* rows = (const float*)x.data;
+  bool few = x.count <= fp32::direct_rows(strips[0]);
+  if constexpr (fp32::kHasScales<Strip>) few = few && !std::memchr(rows + x.count * x.blocks * kBlock, 1, x.blocks);
+  if (few) {
     for (int s = 0; s < num_strips; ++s) {
-      fp32::direct_any(int(x.count), strips[s], (const float*)x.data, x.blocks, out + s * kStrip, stride);
+      float* const at = out + s * kStrip;
+      if (!fp32::direct_any(int(x.count), strips[s], rows, x.blocks, at, stride)) {
+        fp32::multiply_decoded<1>(strips + s, x, at, stride);
+      }
     }
   } else if (num_strips == 2) {
     fp32::multiply_decoded<2>(strips, x, out, stride);
