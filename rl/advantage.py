@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl.algorithms.base import Algorithm
+from rl.algorithms.config import Aggregation
 from rl.batch import TrainSample, sample_from_segment
-from rollout.types import ScoredGroup, ScoredTrajectory
+from rollout.types import ScoredGroup, ScoredTrajectory, SpanOrigin
 
 _ROUNDING = 1e-9
 """Of a share times a count: 9 of 10 are enough when the share is 0.9."""
@@ -33,28 +34,47 @@ class Credit:
     no_variance_frac: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighing:
+    """How the losses of a minibatch's tokens are added up; `length_unit` belongs to `episode_sum`."""
+
+    aggregation: Aggregation
+    length_unit: int
+
+    def token(self, num_episode_tokens: int) -> tuple[float, float]:
+        """Weight and mass (`TrainSample`) of each trainable token of an episode that has so many."""
+        if self.aggregation is Aggregation.token_mean:
+            return 1.0, 1.0
+        share = 1.0 / num_episode_tokens
+        return (1.0 / self.length_unit if self.aggregation is Aggregation.episode_sum else share), share
+
+
 def assign_credit(
-    groups: Sequence[ScoredGroup], algorithm: Algorithm, *, min_valid_frac: float, permute_key: tuple[int, ...] | None
+    groups: Sequence[ScoredGroup],
+    algorithm: Algorithm,
+    weighing: Weighing,
+    *,
+    min_valid_frac: float,
+    permute_key: tuple[int, ...] | None,
 ) -> Credit:
-    """Advantages for every valid episode of `groups`.
+    """Advantages and weights for every valid episode of `groups`.
 
     `permute_key`, when given, shuffles the rewards within each group (seeded by it): the control in which there is
     nothing to learn. Raises TooFewValidError when fewer than `min_valid_frac` of the episodes are valid.
     """
+    valid = [[scored for scored in group.scored if scored.total is not None] for group in groups]
+    rewards = [np.array([scored.total for scored in group], dtype=np.float64) for group in valid]
+    if permute_key is not None:
+        rewards = [np.random.default_rng((*permute_key, i)).permutation(one_G) for i, one_G in enumerate(rewards)]
+    advantages = algorithm.advantages(rewards)
     samples: list[TrainSample] = []
+    for index, (group, advantages_G) in enumerate(zip(valid, advantages, strict=True)):
+        for position, scored in enumerate(group):
+            advantage = None if advantages_G is None else float(advantages_G[position])
+            samples += _samples(f"{index:04d}", scored, advantage, weighing)
     num_episodes = sum(len(group.scored) for group in groups)
-    num_masked = num_flat = 0
-    for index, group in enumerate(groups):
-        valid = [scored for scored in group.scored if scored.total is not None]
-        num_masked += len(group.scored) - len(valid)
-        rewards_G = np.array([scored.total for scored in valid], dtype=np.float64)
-        if permute_key is not None:
-            rewards_G = np.random.default_rng((*permute_key, index)).permutation(rewards_G)
-        advantages_G = algorithm.advantages(rewards_G)
-        num_flat += advantages_G is None
-        for position, scored in enumerate(valid):
-            advantage = 0.0 if advantages_G is None else float(advantages_G[position])
-            samples += _samples(f"{index:04d}", scored, advantage, trained=advantages_G is not None)
+    num_masked = num_episodes - sum(map(len, valid))
+    num_flat = sum(advantages_G is None for advantages_G in advantages)
     if num_episodes - num_masked < min_valid_frac * num_episodes - _ROUNDING:
         raise TooFewValidError(
             f"rollout.min_valid_frac: at least {min_valid_frac:.0%} of the episodes must be valid, got "
@@ -65,15 +85,20 @@ def assign_credit(
     )
 
 
-def _samples(prefix: str, scored: ScoredTrajectory, advantage: float, *, trained: bool) -> list[TrainSample]:
+def _samples(prefix: str, scored: ScoredTrajectory, advantage: float | None, weighing: Weighing) -> list[TrainSample]:
     """One sample a segment that has sampled tokens; all segments of an episode share its advantage."""
     trajectory = scored.trajectory
+    spans = (span for segment in trajectory.segments for span in segment.spans())
+    num_tokens = sum(len(span.ids) for span in spans if span.origin is SpanOrigin.SAMPLED)
+    token_weight, token_mass = weighing.token(num_tokens) if num_tokens else (1.0, 1.0)
     return [
         sample_from_segment(
             segment,
             key=f"{prefix}/{trajectory.sample_index:04d}/{number}",
-            advantage=advantage,
-            trained=trained,
+            advantage=advantage or 0.0,
+            trained=advantage is not None,
+            token_weight=token_weight,
+            token_mass=token_mass,
         )
         for number, segment in enumerate(trajectory.segments)
         if segment.turns

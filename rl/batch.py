@@ -30,7 +30,8 @@ class TrainSample:
     `advantages_R` and `behavior_logprobs_R` belong to those tokens. `routes_TLK` has the rows the sampler computed: all
     tokens but the last, or none (0 rows) for scripted tokens. `temperature` is that of the distribution the behavior
     logprobs belong to. `trained` is false for a sample that only takes part in the parity gate (a group without
-    variance).
+    variance). The loss of a minibatch is the sum of its tokens' losses times `token_weight`, divided by the sum of
+    their `token_mass` (`rl.algorithms.config.Aggregation`).
     """
 
     key: str
@@ -42,14 +43,23 @@ class TrainSample:
     weight_version: int
     trained: bool
     temperature: float = 1.0
+    token_weight: float = 1.0
+    token_mass: float = 1.0
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return len(self.ids_T)
 
+    @property
+    def mass(self) -> float:
+        """What the sample adds to the denominator of its minibatch's loss."""
+        return len(self.targets_R) * self.token_mass
 
-def sample_from_segment(segment: Segment, *, key: str, advantage: float, trained: bool) -> TrainSample:
+
+def sample_from_segment(
+    segment: Segment, *, key: str, advantage: float, trained: bool, token_weight: float = 1.0, token_mass: float = 1.0
+) -> TrainSample:
     """Flatten a segment; every sampled token gets the same `advantage`."""
     ids: list[int] = []
     targets: list[int] = []
@@ -83,12 +93,17 @@ def sample_from_segment(segment: Segment, *, key: str, advantage: float, trained
         weight_version=version,
         trained=trained,
         temperature=temperatures.pop(),
+        token_weight=token_weight,
+        token_mass=token_mass,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Packed samples. `rows_R` are the packed positions whose logits predict `target_ids_R` (one before the target)."""
+    """Packed samples. `rows_R` are the packed positions whose logits predict `target_ids_R` (one before the target).
+
+    `sequence_R` numbers the sample of each trainable token.
+    """
 
     samples: tuple[TrainSample, ...]
     ids_T: torch.Tensor
@@ -99,6 +114,8 @@ class Batch:
     behavior_logprobs_R: torch.Tensor
     advantages_R: torch.Tensor
     temperatures_R: torch.Tensor
+    weights_R: torch.Tensor
+    sequence_R: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +131,9 @@ def pack(samples: Sequence[TrainSample]) -> Batch:
     starts_S = np.concatenate([[0], lengths_S.cumsum()])
     targets_R = np.concatenate([sample.targets_R + start for sample, start in zip(samples, starts_S, strict=False)])
     ids_T = np.concatenate([sample.ids_T for sample in samples])
-    temperatures_R = [np.full(len(sample.targets_R), sample.temperature, dtype=np.float32) for sample in samples]
+    counts_S = np.array([len(sample.targets_R) for sample in samples])
+    temperatures_S = np.array([sample.temperature for sample in samples], dtype=np.float32)
+    weights_S = np.array([sample.token_weight for sample in samples], dtype=np.float32)
     return Batch(
         samples=tuple(samples),
         ids_T=torch.from_numpy(ids_T),
@@ -124,7 +143,9 @@ def pack(samples: Sequence[TrainSample]) -> Batch:
         target_ids_R=torch.from_numpy(ids_T[targets_R]),
         behavior_logprobs_R=torch.from_numpy(np.concatenate([sample.behavior_logprobs_R for sample in samples])),
         advantages_R=torch.from_numpy(np.concatenate([sample.advantages_R for sample in samples])),
-        temperatures_R=torch.from_numpy(np.concatenate(temperatures_R)),
+        temperatures_R=torch.from_numpy(temperatures_S.repeat(counts_S)),
+        weights_R=torch.from_numpy(weights_S.repeat(counts_S)),
+        sequence_R=torch.from_numpy(np.arange(len(samples)).repeat(counts_S)),
     )
 
 

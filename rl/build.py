@@ -22,8 +22,9 @@ from model.hf.files import Folder
 from model.kernels.dispatch import resolve_kernels
 from rewards.base import Reward, score
 from rewards.registry import build_reward
+from rl.advantage import Weighing
 from rl.algorithms.base import Algorithm
-from rl.algorithms.registry import build_algorithm
+from rl.algorithms.registry import aggregation_of, build_algorithm
 from rl.checkpoint import Checkpoints, RunState
 from rl.cluster import ray_cluster
 from rl.config import RunConfig
@@ -242,6 +243,7 @@ def _rounds(
         rollouts=rollouts,
         reward=evaluator.reward,
         algorithm=_algorithm(config),
+        weighing=Weighing(aggregation=aggregation_of(config.algorithm), length_unit=config.algorithm.length_unit),
         learners=learners,
         publisher=publisher,
         evaluator=evaluator,

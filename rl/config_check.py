@@ -93,8 +93,9 @@ RANGES: Final[Mapping[str, Range]] = {
     "algorithm.lr": _RATE,
     "algorithm.lr_end_frac": _FRACTION,
     "algorithm.num_minibatches": _COUNT,
-    "algorithm.clip_low": Range(above=0, below=1),
+    "algorithm.clip_low": Range(above=0, at_most=1),
     "algorithm.clip_high": _POSITIVE,
+    "algorithm.length_unit": _COUNT,
     "env.max_turns": _COUNT,
     "env.max_tokens_per_turn": _COUNT,
     "env.max_context_tokens": _COUNT,
@@ -132,6 +133,10 @@ RANGES: Final[Mapping[str, Range]] = {
 """Numbers that are bounded more tightly than the rule for all others: finite and not negative."""
 
 CUSTOM: Final = "custom"
+_SINGLE_EPISODES: Final = {"custom", "reinforce_pp"}
+"""Algorithms that do not compare the episodes of a group."""
+_UNBOUNDED_BELOW: Final = {"custom", "cispo"}
+"""Algorithms that work without a lower bound of the ratio."""
 _SECTIONS_WITH_TARGET: Final = ("env", "reward", "algorithm")
 
 
@@ -214,10 +219,15 @@ def _bad_targets(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> Ite
 def _at_odds(config: RunConfig) -> Iterator[str]:
     """Values that are fine alone and not together."""
     env, rollout, learner = config.env, config.rollout, config.learner
-    if config.algorithm.name == "grpo" and rollout.group_size < 2:
+    if config.algorithm.name not in _SINGLE_EPISODES and rollout.group_size < 2:
         yield (
-            f"rollout.group_size: GRPO compares the episodes of a group, so it needs at least 2, got "
-            f"{rollout.group_size}; the default is {default_of('rollout.group_size')}"
+            f"rollout.group_size: {config.algorithm.name} compares the episodes of a group, so it needs at least 2, "
+            f"got {rollout.group_size}; the default is {default_of('rollout.group_size')}"
+        )
+    if config.algorithm.clip_low == 1 and config.algorithm.name not in _UNBOUNDED_BELOW:
+        yield (
+            f"algorithm.clip_low: must be below 1 with algorithm={config.algorithm.name}, got 1; 1 leaves ratios "
+            f"without a lower bound, which is for {' and '.join(sorted(_UNBOUNDED_BELOW))}"
         )
     if config.algorithm.num_minibatches > rollout.prompts_per_round:
         yield (

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewards.base import Reward, score_group
-from rl.advantage import assign_credit
+from rl.advantage import Weighing, assign_credit
 from rl.algorithms.base import Algorithm
 from rl.batch import TrainSample
 from rl.checkpoint import Checkpoints, RunState
@@ -42,6 +42,7 @@ class Parts:
     rollouts: Rollouts
     reward: Reward
     algorithm: Algorithm
+    weighing: Weighing
     learners: LearnerGroup
     publisher: Publisher
     evaluator: Evaluator
@@ -86,6 +87,7 @@ def train(parts: Parts, first_round: int) -> list[Evaluation]:
             credit = assign_credit(
                 judged,
                 parts.algorithm,
+                parts.weighing,
                 min_valid_frac=config.rollout.min_valid_frac,
                 permute_key=(config.run.seed, number) if config.run.permute_rewards else None,
             )

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 from typing import Any
+
+
+class Aggregation(StrEnum):
+    """How the losses of the tokens of a minibatch become one number.
+
+    own             as the algorithm's paper does, one of the others
+    token_mean      the mean over all tokens: a long episode weighs more (DAPO, arXiv 2503.14476, eq. 8)
+    episode_mean    the mean over the tokens of an episode, then over the episodes: a token of a long one weighs less
+                    (GRPO, arXiv 2402.03300, eq. 3)
+    episode_sum     the sum over the tokens of an episode divided by the constant `length_unit`, then the mean over the
+                    episodes: no token's weight depends on a length (Dr. GRPO, arXiv 2503.20783, section 3.2)
+    """
+
+    own = auto()
+    token_mean = auto()
+    episode_mean = auto()
+    episode_sum = auto()
 
 
 @dataclass(slots=True, kw_only=True)
 class AlgorithmConfig:
-    """GRPO's knobs; `target` and `params` bring a user's own algorithm (with `name=custom`).
+    """The knobs of all algorithms; `target` and `params` bring a user's own one (with `name=custom`).
 
     `lr` falls linearly to `lr_end_frac` of itself over the run. The ratio is clipped to `1 - clip_low .. 1 + clip_high`
-    (clip-higher, DAPO). `normalize_advantage` divides by the group's standard deviation (Dr. GRPO: leave it off).
+    (clip-higher, DAPO). `normalize_advantage` divides by the group's standard deviation (GRPO alone reads it).
+    `length_unit` is the number of tokens that `episode_sum` divides by.
     """
 
     name: str = "grpo"
@@ -23,5 +42,7 @@ class AlgorithmConfig:
     clip_low: float = 0.2
     clip_high: float = 0.28
     normalize_advantage: bool = False
+    aggregation: Aggregation = Aggregation.own
+    length_unit: int = 256
     load_balance_coef: float = 0.01
     router_z_coef: float = 0.0

@@ -7,19 +7,69 @@ with the two methods of `rl.algorithms.base.Algorithm`, made with `algorithm.par
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from rl.algorithms.base import Algorithm, AlgorithmError
-from rl.algorithms.config import AlgorithmConfig
+from rl.algorithms.cispo import Cispo
+from rl.algorithms.config import Aggregation, AlgorithmConfig
+from rl.algorithms.dr_grpo import DrGrpo
 from rl.algorithms.grpo import Grpo
-
-
-def _grpo(config: AlgorithmConfig) -> Algorithm:
-    return Grpo(clip_low=config.clip_low, clip_high=config.clip_high, normalize=config.normalize_advantage)
-
+from rl.algorithms.gspo import Gspo
+from rl.algorithms.reinforce_pp import ReinforcePP
+from rl.algorithms.rloo import Rloo
+from rl.algorithms.surrogate import Clip
 
 CUSTOM = "custom"
 
-BUILDERS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": _grpo}
+
+class Builder(NamedTuple):
+    """How an algorithm is made, and how its losses are added up unless the configuration says otherwise."""
+
+    make: Callable[[AlgorithmConfig], Algorithm]
+    aggregation: Aggregation
+
+
+def _clip(config: AlgorithmConfig) -> Clip:
+    return Clip(config.clip_low, config.clip_high)
+
+
+def _grpo(config: AlgorithmConfig) -> Algorithm:
+    return Grpo(clip=_clip(config), normalize=config.normalize_advantage)
+
+
+def _dr_grpo(config: AlgorithmConfig) -> Algorithm:
+    return DrGrpo(clip=_clip(config))
+
+
+def _rloo(_: AlgorithmConfig) -> Algorithm:
+    return Rloo()
+
+
+def _reinforce_pp(config: AlgorithmConfig) -> Algorithm:
+    return ReinforcePP(clip=_clip(config), group_baseline=False)
+
+
+def _reinforce_pp_baseline(config: AlgorithmConfig) -> Algorithm:
+    return ReinforcePP(clip=_clip(config), group_baseline=True)
+
+
+def _gspo(config: AlgorithmConfig) -> Algorithm:
+    return Gspo(clip=_clip(config))
+
+
+def _cispo(config: AlgorithmConfig) -> Algorithm:
+    return Cispo(clip_low=config.clip_low, clip_high=config.clip_high)
+
+
+BUILDERS: dict[str, Builder] = {
+    "grpo": Builder(_grpo, Aggregation.token_mean),
+    "dr_grpo": Builder(_dr_grpo, Aggregation.episode_sum),
+    "rloo": Builder(_rloo, Aggregation.episode_sum),
+    "reinforce_pp": Builder(_reinforce_pp, Aggregation.episode_mean),
+    "reinforce_pp_baseline": Builder(_reinforce_pp_baseline, Aggregation.episode_mean),
+    "gspo": Builder(_gspo, Aggregation.episode_mean),
+    "cispo": Builder(_cispo, Aggregation.token_mean),
+}
 
 
 def build_algorithm(config: AlgorithmConfig, custom: Callable[..., Algorithm] | None = None) -> Algorithm:
@@ -42,4 +92,11 @@ def build_algorithm(config: AlgorithmConfig, custom: Callable[..., Algorithm] | 
             f"algorithm.target: target and params belong to algorithm.name=custom, got them with {config.name!r}; "
             "set algorithm.name=custom or drop them"
         )
-    return builder(config)
+    return builder.make(config)
+
+
+def aggregation_of(config: AlgorithmConfig) -> Aggregation:
+    """How losses are added up: as configured, or else as the algorithm does (a user's own: over all tokens)."""
+    if config.aggregation is not Aggregation.own:
+        return config.aggregation
+    return Aggregation.token_mean if config.name == CUSTOM else BUILDERS[config.name].aggregation

@@ -1,15 +1,17 @@
 """The learner: parity gate, policy update, supervised fine-tuning, publishing and its own state.
 
 A plain class; `rl.learner.actor` puts it into a Ray process, `rl.learner.deepspeed` runs its optimizer. It is blind to
-the algorithm: it computes logprobs, asks for the loss of each token, and averages over the trainable tokens of the
-whole minibatch, so a micro-batch boundary changes nothing in it but the order of sums. The router losses take their
-dispatch counts from the micro-batch (one pass instead of two), weighted by its share of the minibatch's tokens.
+the algorithm: it computes logprobs, asks for the loss of each token, and adds them up with the weights that the samples
+carry over the mass of the whole minibatch, so a micro-batch boundary changes nothing in it but the order of sums. The
+router losses take their dispatch counts from the micro-batch (one pass instead of two), weighted by its share of the
+minibatch's tokens.
 
 Shapes: T packed tokens, R trainable tokens, V vocabulary, L layers, K experts of a token, E experts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from model.config import KernelChoice, ModelConfig
 from model.kernels.dispatch import resolve_kernels
 from model.moe_losses import dispatch_totals, load_balancing_loss, router_sums, router_z_loss
 from model.snapshot import WeightSnapshot
-from rl.algorithms.base import Algorithm
+from rl.algorithms.base import Algorithm, TokenStreams
 from rl.batch import Batch, TrainSample, micro_batches
 from rl.config import RunConfig
 from rl.learner.deepspeed import DeepSpeedEngine, OptimizerSettings, Rendezvous
@@ -76,7 +78,10 @@ class LearnerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """Means over the trainable tokens of the round; `expert_load_LE` is each expert's share of a layer's tokens."""
+    """Means over the trainable tokens of the round, and over its steps for losses and norms.
+
+    `expert_load_LE` is each expert's share of a layer's tokens.
+    """
 
     num_steps: int
     num_tokens: int
@@ -174,11 +179,19 @@ class Learner:
     def _minibatch(self, samples: Sequence[TrainSample], algorithm: Algorithm, lr: float, totals: _Totals) -> None:
         num_tokens = sum(len(sample.targets_R) for sample in samples)
         num_packed = sum(sample.num_tokens for sample in samples)
+        mass = math.fsum(sample.mass for sample in samples)
         for batch in micro_batches(samples, self._spec.micro_batch_tokens):
             out = self._engine.forward(batch)
             logprobs_R = self._logprobs(out, batch)
-            token_loss = algorithm.token_loss(logprobs_R, batch.behavior_logprobs_R, batch.advantages_R)
-            policy_loss = token_loss.loss_R.sum() / num_tokens
+            token_loss = algorithm.token_loss(
+                TokenStreams(
+                    policy_logprobs_R=logprobs_R,
+                    behavior_logprobs_R=batch.behavior_logprobs_R,
+                    advantages_R=batch.advantages_R,
+                    sequence_R=batch.sequence_R,
+                )
+            )
+            policy_loss = (token_loss.loss_R * batch.weights_R).sum() / mass
             router_loss, balance, router_z_loss = self._router_loss(out, batch, num_packed)
             self._engine.backward(policy_loss + router_loss)
             totals.add(batch, out, policy_loss, balance, router_z_loss, token_loss.clipped_R, logprobs_R.detach())

@@ -19,6 +19,7 @@ from model.config import ComputeDtype, ModelConfig
 from model.snapshot import Format, PackedTensor, SnapshotError, WeightSnapshot, digest
 from model.transformer import Transformer, init_weights
 from rl.algorithms.grpo import Grpo
+from rl.algorithms.surrogate import Clip
 from rl.batch import TrainSample
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
@@ -36,7 +37,7 @@ MODEL = ModelConfig(
 )  # fmt: skip
 STOP = 1
 EPISODES = 24
-GRPO = Grpo(clip_low=0.2, clip_high=0.28, normalize=False)
+GRPO = Grpo(clip=Clip(0.2, 0.28), normalize=False)
 BOUNDS = BOUNDS_OF[ComputeDtype.fp32]
 
 SUCCESSORS = np.random.default_rng(0).integers(2, MODEL.vocab_size, (MODEL.vocab_size, 3))

@@ -23,7 +23,8 @@ from model.mxfp4 import dequantize
 from model.packed_attention import PackedAttention
 from model.snapshot import Format, StraightThrough, digest, tensor_format, verify
 from model.transformer import Transformer, init_weights, parameter_shapes
-from rl.algorithms.grpo import Grpo
+from rl.algorithms.config import AlgorithmConfig
+from rl.algorithms.registry import build_algorithm
 from rl.batch import TrainSample, micro_batches, pack
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerError, LearnerSpec
@@ -35,7 +36,7 @@ MODEL = ModelConfig(
     vocab_size=48, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
     expert_hidden_size=32, num_experts=4, num_experts_per_tok=2, max_positions=64,
 )  # fmt: skip
-GRPO = Grpo(clip_low=0.2, clip_high=0.28, normalize=False)
+GRPO = build_algorithm(AlgorithmConfig())
 LR = 1e-2
 
 GRADIENT = 12 * summed(128)
@@ -101,6 +102,7 @@ def sample(number: int, num_tokens: int, *, ids: np.ndarray | None = None, targe
 
 
 SAMPLES = [sample(i, 12 + i) for i in range(8)]
+WEIGHED = [dataclasses.replace(one, token_weight=1 / 16, token_mass=1 / len(one.targets_R)) for one in SAMPLES]
 
 
 def masters(learner: Learner) -> dict[str, torch.Tensor]:
@@ -130,7 +132,8 @@ def reference_loss(
     totals = dispatch_totals(out.routes_TLK, real_T, MODEL.num_experts)
     sums = router_sums(out.router_logits_TE, real_T)
     router = balance_coef * load_balancing_loss(sums, totals) + z_coef * router_z_loss(sums, totals)
-    return loss_R.sum() / len(loss_R) + router
+    weight_R = torch.cat([torch.full((len(one.targets_R),), one.token_weight) for one in samples])
+    return (loss_R * weight_R).sum() / sum(len(one.targets_R) * one.token_mass for one in samples) + router
 
 
 def published_values(learner: Learner) -> dict[str, torch.Tensor]:
@@ -179,13 +182,14 @@ def test_a_snapshot_passes_the_receivers_check_and_digests_what_the_forward_read
     assert learner.view_differences({n: v.numpy() for n, v in published_values(learner).items()}) == {}
 
 
+@pytest.mark.parametrize("samples", [SAMPLES, WEIGHED], ids=["over tokens", "over episodes"])
 @pytest.mark.parametrize(("balance_coef", "z_coef"), [(0.0, 0.0), (0.5, 0.25)])
-def test_the_gradient_is_that_of_plain_autograd(make: MakeLearner, balance_coef: float, z_coef: float):
+def test_the_gradient_is_that_of_plain_autograd(make: MakeLearner, balance_coef: float, z_coef: float, samples):
     learner = make(load_balance_coef=balance_coef, router_z_coef=z_coef)
     leaves, viewed = straight_through(learner)
-    loss = reference_loss(viewed, SAMPLES, balance_coef, z_coef)
+    loss = reference_loss(viewed, samples, balance_coef, z_coef)
     loss.backward()
-    report = learner.update([SAMPLES], GRPO, LR)
+    report = learner.update([samples], GRPO, LR)
     gradients = first_gradients(learner)
     assert gradients.keys() == leaves.keys()
     for name, leaf in leaves.items():
@@ -234,12 +238,13 @@ def test_the_clip_uses_the_norm_of_all_gradients_together(make: MakeLearner, lim
         assert relative_error(gradient, factor * leaf.grad) < GRADIENT, name
 
 
+@pytest.mark.parametrize(("name", "samples"), [("grpo", SAMPLES), ("grpo", WEIGHED), ("gspo", WEIGHED)])
 @pytest.mark.parametrize("num_micro_batches", [2, 4, 8])
-def test_micro_batches_change_nothing_in_the_policy_gradient(make: MakeLearner, num_micro_batches: int):
+def test_micro_batches_change_nothing_in_the_policy_gradient(make: MakeLearner, num_micro_batches: int, name, samples):
     limit = {2: 70, 4: 37, 8: 1}[num_micro_batches]
-    assert len(list(micro_batches(SAMPLES, limit))) == num_micro_batches
-    whole, cut = make(), make(micro_batch_tokens=limit)
-    reports = [learner.update([SAMPLES], GRPO, LR) for learner in (whole, cut)]
+    assert len(list(micro_batches(samples, limit))) == num_micro_batches
+    whole, cut, algorithm = make(), make(micro_batch_tokens=limit), build_algorithm(AlgorithmConfig(name=name))
+    reports = [learner.update([samples], algorithm, LR) for learner in (whole, cut)]
     expected, got = first_gradients(whole), first_gradients(cut)
     for name in expected:
         assert relative_error(got[name], expected[name]) < GRADIENT, name

@@ -15,6 +15,7 @@ from model.config import ComputeDtype, Family, KernelChoice, ModelConfig
 from model.kernels.cpu.isa import available_isas
 from model.kernels.dispatch import resolve_kernels
 from rl.algorithms.grpo import Grpo
+from rl.algorithms.surrogate import Clip
 from rl.batch import TrainSample
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
@@ -24,7 +25,7 @@ from rollout.engine.engine import Engine
 from rollout.types import SampleRequest, SamplingParams, WeightVersion
 from tests.numerics.families import MINI, make_model
 
-GRPO = Grpo(clip_low=0.2, clip_high=0.28, normalize=False)
+GRPO = Grpo(clip=Clip(0.2, 0.28), normalize=False)
 NUM_SAMPLES, PROMPT, ANSWER = 6, 12, 16
 
 

@@ -1,15 +1,18 @@
 import numpy as np
 import pytest
 
-from rl.advantage import Credit, TooFewValidError, assign_credit
+from rl.advantage import Credit, TooFewValidError, Weighing, assign_credit
+from rl.algorithms.config import Aggregation
 from rl.algorithms.grpo import Grpo
+from rl.algorithms.surrogate import Clip
 from rollout.types import ScoredGroup
 
-GRPO = Grpo(clip_low=0.2, clip_high=0.28, normalize=False)
+OVER_TOKENS = Weighing(aggregation=Aggregation.token_mean, length_unit=8)
+GRPO = Grpo(clip=Clip(0.2, 0.28), normalize=False)
 
 
 def credit_of(*groups: ScoredGroup, min_valid_frac: float = 0.0, permute_key: tuple[int, ...] | None = None) -> Credit:
-    return assign_credit(groups, GRPO, min_valid_frac=min_valid_frac, permute_key=permute_key)
+    return assign_credit(groups, GRPO, OVER_TOKENS, min_valid_frac=min_valid_frac, permute_key=permute_key)
 
 
 def first_said(credit: Credit) -> list[int]:
@@ -110,3 +113,22 @@ def test_exactly_the_required_share_is_enough(hand, share: float, valid: int):
     assert credit_of(hand.group(*rewards), min_valid_frac=share).num_masked == total - valid
     with pytest.raises(TooFewValidError):
         credit_of(hand.group(*rewards[1:], "x"), min_valid_frac=share)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (Aggregation.token_mean, [(1, 1), (1, 1), (1, 1)]),
+        (Aggregation.episode_mean, [(1 / 5, 1 / 5), (1 / 5, 1 / 5), (1, 1)]),
+        (Aggregation.episode_sum, [(1 / 8, 1 / 5), (1 / 8, 1 / 5), (1 / 8, 1)]),
+    ],
+)
+def test_tokens_are_weighed_by_the_length_of_their_episode_over_all_its_segments(hand, aggregation, expected):
+    long = hand.scored(hand.trajectory(hand.segment((1,), ((), (5, 6))), hand.segment((1, 2), ((), (7, 8, 9)))), 1.0)
+    short = hand.scored(hand.trajectory(hand.segment((1,), ((), (4,))), index=1), 0.0)
+    group = ScoredGroup(task=hand.task(), scored=(long, short))
+    weighing = Weighing(aggregation=aggregation, length_unit=8)
+    samples = assign_credit([group], GRPO, weighing, min_valid_frac=0.0, permute_key=None).samples
+    assert [(sample.token_weight, sample.token_mass) for sample in samples] == expected
+    num_episodes = sum(sample.mass for sample in samples)
+    assert num_episodes == pytest.approx(6 if aggregation is Aggregation.token_mean else 2)

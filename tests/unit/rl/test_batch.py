@@ -9,7 +9,9 @@ from model.config import ModelConfig
 from model.layers import project_logits
 from model.packed_attention import PackedAttention
 from model.transformer import Transformer, init_weights
+from rl.algorithms.base import TokenStreams
 from rl.algorithms.grpo import Grpo
+from rl.algorithms.surrogate import Clip
 from rl.batch import Batch, BatchError, TrainSample, micro_batches, pack, sample_from_segment
 from rollout.types import SpanOrigin
 
@@ -99,7 +101,9 @@ def test_no_stream_of_the_loss_has_a_place_for_a_context_or_observation_token(ha
     origin_of = (origin_of + [SpanOrigin.SAMPLED] * 2) * 2
     assert [origin_of[row + 1] for row in batch.rows_R] == [SpanOrigin.SAMPLED] * 8
     num_trainable = origin_of.count(SpanOrigin.SAMPLED)
-    streams = ("rows_R", "target_ids_R", "behavior_logprobs_R", "advantages_R", "temperatures_R")
+    streams = (
+        "rows_R", "target_ids_R", "behavior_logprobs_R", "advantages_R", "temperatures_R", "weights_R", "sequence_R"
+    )  # fmt: skip
     assert {len(getattr(batch, name)) for name in streams} == {num_trainable}
 
 
@@ -111,8 +115,14 @@ def forward(model: Transformer, batch: Batch) -> torch.Tensor:
 
 def loss_of(logits_TV: torch.Tensor, batch: Batch) -> torch.Tensor:
     logprobs_R = torch.log_softmax(logits_TV[batch.rows_R], -1).gather(1, batch.target_ids_R[:, None])[:, 0]
-    algorithm = Grpo(clip_low=0.2, clip_high=0.28, normalize=False)
-    return algorithm.token_loss(logprobs_R, batch.behavior_logprobs_R, batch.advantages_R).loss_R
+    algorithm = Grpo(clip=Clip(0.2, 0.28), normalize=False)
+    streams = TokenStreams(
+        policy_logprobs_R=logprobs_R,
+        behavior_logprobs_R=batch.behavior_logprobs_R,
+        advantages_R=batch.advantages_R,
+        sequence_R=batch.sequence_R,
+    )
+    return algorithm.token_loss(streams).loss_R
 
 
 @pytest.fixture

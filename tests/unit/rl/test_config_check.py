@@ -154,7 +154,7 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
         ),
         (
             "rollout.group_size=1",
-            "rollout.group_size: GRPO compares the episodes of a group, so it needs at least 2, got 1; the "
+            "rollout.group_size: grpo compares the episodes of a group, so it needs at least 2, got 1; the "
             "default is 8",
         ),
         (
@@ -185,7 +185,11 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
         ("env=custom", "env.target: needed with env=custom, got null; set env.target=my_package.my_module:MyClass"),
         ("env.target=a:b", "env.target: only read with env=custom, got a:b; add env=custom"),
         ("env.params.x=3", "env.params: only read with env=custom, got x; add env=custom and env.target="),
-        ("algorithm.name=ppo2", "algorithm.name: no such part, got ppo2; choose one of: custom, grpo"),
+        (
+            "algorithm.name=ppo2",
+            "algorithm.name: no such part, got ppo2; choose one of: cispo, custom, dr_grpo, "
+            "grpo, gspo, reinforce_pp, reinforce_pp_baseline, rloo",
+        ),
         ("model.hidden_size=100", "model.hidden_size: must be a multiple of 32 (the MXFP4 block), got 100; use 128"),
         (
             "reward.max_turn_penalty=2",

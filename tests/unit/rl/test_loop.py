@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl.advantage import Weighing
+from rl.algorithms.config import Aggregation
 from rl.algorithms.grpo import Grpo
+from rl.algorithms.surrogate import Clip
 from rl.batch import TrainSample
 from rl.checkpoint import Checkpoints, RunState
 from rl.config import RunConfig
@@ -145,7 +148,8 @@ def reward(task: Any, trajectory: Any, evidence: Any) -> float:
 def parts(stages: Stages, settings: RunConfig) -> Parts:
     one: Any = stages
     return Parts(
-        config=settings, rollouts=one, reward=reward, algorithm=Grpo(clip_low=0.2, clip_high=0.28, normalize=False),
+        config=settings, rollouts=one, reward=reward, algorithm=Grpo(clip=Clip(0.2, 0.28), normalize=False),
+        weighing=Weighing(aggregation=Aggregation.token_mean, length_unit=1),
         learners=one, publisher=one, evaluator=one, checkpoints=one, recorder=one, companions={}, wandb_id="id",
         on_round=lambda number: stages.calls.append(f"done {number}"), should_stop=stages.should_stop,
     )  # fmt: skip

@@ -77,7 +77,7 @@ def test_a_mistake_in_one_job_is_found_before_the_first_runs(monkeypatch, tmp_pa
     runs = Runs()
     assert run(monkeypatch, tmp_path, runs, "rollout.group_size=8,1") == 2
     assert runs.names == []
-    assert capsys.readouterr().err.startswith("rollout.group_size: GRPO compares the episodes of a group")
+    assert capsys.readouterr().err.startswith("rollout.group_size: grpo compares the episodes of a group")
     assert list(tmp_path.iterdir()) == []
 
 
