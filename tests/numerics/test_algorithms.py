@@ -3,7 +3,7 @@
 What is left are roundings of exp and of sums in another order. Gradients are compared with central differences of the
 NumPy objective: an error of step^2 |J'''| + 1e-16 |J| / step, below 1e-8 for the ratios here.
 
-Two groups of three episodes, of 1 to 7 tokens, whose ratios lie on both sides of every clip.
+Groups of two and of four episodes, of 1 to 7 tokens, whose ratios lie on both sides of every clip.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from rl.algorithms.registry import aggregation_of, build_algorithm
 
 Array = npt.NDArray[np.float64]
 LOW, HIGH, UNIT = 0.2, 0.28, 16
-REWARDS = [np.array([1.0, 0.0, 0.25]), np.array([0.5, 0.5, 2.0])]
+REWARDS = [np.array([1.0, 0.0]), np.array([0.25, 0.5, 0.5, 2.0])]
 LENGTHS = np.array([7, 1, 4, 2, 5, 3])
-RATIOS = np.tile([0.3, 0.79, 0.81, 1.0, 1.27, 1.29, 2.5, 1.05, 0.95, 4.0, 0.6], 2)
+RATIOS = np.tile([0.1, 0.79, 0.81, 1.0, 1.27, 1.29, 3.0, 1.05, 0.95, 20.0, 0.5], 2)
 OLD = np.linspace(-6.0, -0.1, LENGTHS.sum())
 POLICY = OLD + np.log(RATIOS)
 NEAR = OLD + 1e-4 * np.log(RATIOS) + np.array([1e-3, -1e-3, 0.0, -1e-3, 1e-3, 0.0]).repeat(LENGTHS)  # for GSPO's clip
@@ -87,10 +87,15 @@ def gspo(policy: Array) -> float:
     return float(np.mean([clipped(s, a, 3e-4, 4e-4) for s, a in zip(ratios, relative(), strict=True)]))
 
 
-def cispo(policy: Array) -> float:
+def cispo(policy: Array, low: float = 1.0) -> float:
     """arXiv 2506.13585 eq. 4, its weights those of `POLICY` whatever is varied: they carry no gradient."""
-    weights = np.clip(np.exp(POLICY - OLD), 0.0, 1 + HIGH)
+    weights = np.clip(np.exp(POLICY - OLD), 1 - low, 1 + HIGH)
     return float((weights * relative().repeat(LENGTHS) * policy).sum() / LENGTHS.sum())
+
+
+def cispo_bounded_below(policy: Array) -> float:
+    """The same with the lower bound of eq. 5."""
+    return cispo(policy, LOW)
 
 
 CASES: list[tuple[Callable[[Array], float], AlgorithmConfig, Array]] = [
@@ -102,11 +107,12 @@ CASES: list[tuple[Callable[[Array], float], AlgorithmConfig, Array]] = [
     (reinforce_pp_baseline, AlgorithmConfig(name="reinforce_pp_baseline"), POLICY),
     (gspo, AlgorithmConfig(name="gspo", clip_low=3e-4, clip_high=4e-4), NEAR),
     (cispo, AlgorithmConfig(name="cispo", clip_low=1.0), POLICY),
+    (cispo_bounded_below, AlgorithmConfig(name="cispo"), POLICY),
 ]
 
 
-def loss_and_gradient(config: AlgorithmConfig, policy: Array) -> tuple[float, Array]:
-    """As the learner adds it up."""
+def loss_and_gradient(config: AlgorithmConfig, policy: Array) -> tuple[float, Array, Array]:
+    """As the learner adds it up, and which tokens are marked as clipped."""
     config.length_unit = UNIT
     algorithm = build_algorithm(config)
     weighing = Weighing(aggregation=aggregation_of(config), length_unit=config.length_unit)
@@ -119,17 +125,18 @@ def loss_and_gradient(config: AlgorithmConfig, policy: Array) -> tuple[float, Ar
         advantages_R=torch.tensor(advantages.repeat(LENGTHS)),
         sequence_R=torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)),
     )
-    loss = torch.dot(algorithm.token_loss(streams).loss_R, torch.tensor(weights)) / masses.sum()
+    token_loss = algorithm.token_loss(streams)
+    loss = torch.dot(token_loss.loss_R, torch.tensor(weights)) / masses.sum()
     loss.backward()
     assert policy_R.grad is not None
-    return float(loss.detach()), policy_R.grad.numpy()
+    return float(loss.detach()), policy_R.grad.numpy(), token_loss.clipped_R.numpy()
 
 
 @pytest.mark.parametrize(("objective", "config", "policy"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_loss_and_gradient_are_those_of_the_papers_objective_negated(
     objective: Callable[[Array], float], config: AlgorithmConfig, policy: Array
 ):
-    loss, gradient = loss_and_gradient(config, policy)
+    loss, gradient, _ = loss_and_gradient(config, policy)
     assert loss == pytest.approx(-objective(policy), rel=1e-12)
     moved = np.eye(len(policy)) * STEP
     differences = [(objective(policy + one) - objective(policy - one)) / (2 * STEP) for one in moved]
@@ -140,10 +147,32 @@ def test_loss_and_gradient_are_those_of_the_papers_objective_negated(
 @pytest.mark.parametrize(("objective", "config", "policy"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_both_sides_of_every_clip_are_met(objective: Callable[[Array], float], config: AlgorithmConfig, policy: Array):
     """So the comparison above could tell a clip that is missing, or on the wrong side."""
-    gradient = loss_and_gradient(config, policy)[1]
-    if objective in (rloo, cispo):
+    _, gradient, marked = loss_and_gradient(config, policy)
+    if objective in (rloo, cispo, cispo_bounded_below):
         assert (gradient != 0).all()  # nothing is taken out of the gradient
+        lowest = {rloo: 0.0, cispo: 0.0, cispo_bounded_below: 1 - LOW}[objective]
+        highest = np.inf if objective is rloo else 1 + HIGH
+        np.testing.assert_array_equal(marked, (lowest > RATIOS) | (highest < RATIOS))
     else:
         advantages = relative().repeat(LENGTHS)
         assert {bool(value) for value in gradient[advantages > 0]} == {True, False}
         assert {bool(value) for value in gradient[advantages < 0]} == {True, False}
+        np.testing.assert_array_equal(marked, gradient == 0)
+
+
+def test_gspos_tokens_have_their_own_gradient_where_advantages_differ():
+    """arXiv 2507.18071 eq. 13 and 14: the ratio of the sequence times the token's own advantage."""
+    policy_R = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    behavior_R = torch.tensor([-1.1, -2.0, -2.95], dtype=torch.float64)
+    advantages_R = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    streams = TokenStreams(
+        policy_logprobs_R=policy_R,
+        behavior_logprobs_R=behavior_R,
+        advantages_R=advantages_R,
+        sequence_R=torch.zeros(3, dtype=torch.int64),
+    )
+    loss_R = build_algorithm(AlgorithmConfig(name="gspo")).token_loss(streams).loss_R
+    loss_R.sum().backward()
+    expected = -np.exp((0.1 + 0.0 - 0.05) / 3) * advantages_R
+    torch.testing.assert_close(loss_R.detach(), expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(policy_R.grad, expected, rtol=1e-13, atol=0)

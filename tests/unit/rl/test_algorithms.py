@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.algorithms.base import Algorithm, AlgorithmError, TokenStreams
+from rl.algorithms.base import Algorithm, AlgorithmError, TokenLoss, TokenStreams
 from rl.algorithms.cispo import Cispo
 from rl.algorithms.config import Aggregation, AlgorithmConfig
 from rl.algorithms.registry import BUILDERS, aggregation_of, build_algorithm
@@ -39,6 +39,46 @@ def test_at_zero_update_the_gradient_is_the_policy_gradient_and_nothing_is_clipp
     assert not loss.clipped_R.any()
 
 
+def test_grpos_advantages_are_rewards_minus_their_mean_and_nothing_else():
+    one, low = algorithm("grpo").advantages([np.array([1.0, 0.0, 0.0, 1.0]), np.array([0.1, 0.11, 0.09])])
+    # Mean 0.5; the standard deviation (0.5) does not enter.
+    np.testing.assert_array_equal(one, [0.5, -0.5, -0.5, 0.5])
+    # Mean 0.1: a group of low variance is not blown up.
+    np.testing.assert_allclose(low, [0.0, 0.01, -0.01], atol=1e-15)
+
+
+def test_normalize_divides_by_the_groups_standard_deviation():
+    # Mean 2, deviations -2, 0, 2; population variance 8 / 3.
+    (advantages,) = build_algorithm(AlgorithmConfig(normalize_advantage=True)).advantages([np.array([0.0, 2.0, 4.0])])
+    np.testing.assert_allclose(advantages, np.array([-2.0, 0.0, 2.0]) / np.sqrt(8 / 3), rtol=1e-15)
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - {"cispo"}))
+def test_at_zero_update_the_loss_is_minus_the_advantage(name: str):
+    streams = on_policy(torch.tensor([0.5, -0.25, 0.0]))
+    assert torch.equal(algorithm(name).token_loss(streams).loss_R, -streams.advantages_R)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "gspo"])
+def test_the_clip_binds_only_on_the_side_that_the_advantage_pushes_to(name: str):
+    ratio = torch.tensor([0.5, 0.9, 1.2, 2.0], dtype=torch.float64)
+    behavior = torch.full((4,), -1.0, dtype=torch.float64)
+
+    def loss(advantage: float) -> TokenLoss:
+        streams = TokenStreams(
+            policy_logprobs_R=behavior + ratio.log(),
+            behavior_logprobs_R=behavior,
+            advantages_R=torch.full((4,), advantage, dtype=torch.float64),
+            sequence_R=torch.arange(4),
+        )
+        return algorithm(name).token_loss(streams)
+
+    torch.testing.assert_close(loss(2.0).loss_R, -2 * torch.tensor([0.5, 0.9, 1.2, 1.28], dtype=torch.float64))
+    assert loss(2.0).clipped_R.tolist() == [False, False, False, True]
+    torch.testing.assert_close(loss(-2.0).loss_R, 2 * torch.tensor([0.8, 0.9, 1.2, 2.0], dtype=torch.float64))
+    assert loss(-2.0).clipped_R.tolist() == [True, False, False, False]
+
+
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_it_travels_to_the_process_of_the_learner(name: str):
     sent = pickle.loads(pickle.dumps(algorithm(name)))
@@ -64,8 +104,10 @@ def test_a_reward_that_is_not_finite_is_refused(name: str, broken: float):
         [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1, 0.6],
     ],
 )
-def test_a_group_without_variance_teaches_nothing(name: str, rewards: list[float]):
-    flat, usual = algorithm(name).advantages([np.array(rewards), np.array([0.0, 1.0])])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_a_group_without_variance_teaches_nothing(name: str, rewards: list[float], normalize: bool):
+    config = AlgorithmConfig(name=name, normalize_advantage=normalize)
+    flat, usual = build_algorithm(config).advantages([np.array(rewards), np.array([0.0, 1.0])])
     assert flat is None
     assert usual is not None
     assert usual.sum() == 0
@@ -145,8 +187,9 @@ class Mine:
     def advantages(self, rewards: list[np.ndarray]) -> list[np.ndarray]:
         return [self.scale * rewards_G for rewards_G in rewards]
 
-    def token_loss(self, streams: TokenStreams):
-        raise NotImplementedError
+    def token_loss(self, streams: TokenStreams) -> TokenLoss:
+        loss_R = -streams.policy_logprobs_R * streams.advantages_R
+        return TokenLoss(loss_R=loss_R, clipped_R=torch.zeros_like(loss_R, dtype=torch.bool))
 
 
 def test_a_users_own_algorithm_is_made_with_its_parameters():
