@@ -15,7 +15,7 @@ import numpy as np
 from rl.algorithms.base import Algorithm
 from rl.algorithms.config import Aggregation
 from rl.batch import TrainSample, sample_from_segment
-from rollout.types import ScoredGroup, ScoredTrajectory, SpanOrigin
+from rollout.types import ScoredGroup, ScoredTrajectory
 
 _ROUNDING = 1e-9
 """Of a share times a count: 9 of 10 are enough when the share is 0.9."""
@@ -88,9 +88,7 @@ def assign_credit(
 def _samples(prefix: str, scored: ScoredTrajectory, advantage: float | None, weighing: Weighing) -> list[TrainSample]:
     """One sample a segment that has sampled tokens; all segments of an episode share its advantage."""
     trajectory = scored.trajectory
-    spans = (span for segment in trajectory.segments for span in segment.spans())
-    num_tokens = sum(len(span.ids) for span in spans if span.origin is SpanOrigin.SAMPLED)
-    token_weight, token_mass = weighing.token(num_tokens) if num_tokens else (1.0, 1.0)
+    token_weight, token_mass = weighing.token(trajectory.num_sampled_tokens or 1)  # a silent one has nothing to weigh
     return [
         sample_from_segment(
             segment,

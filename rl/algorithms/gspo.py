@@ -39,5 +39,5 @@ class Gspo:
         policy_R, sequence_R = streams.policy_logprobs_R, streams.sequence_R
         log_ratio_R = (policy_R - streams.behavior_logprobs_R).detach()
         count_S = torch.bincount(sequence_R)
-        mean_S = torch.zeros(len(count_S), dtype=log_ratio_R.dtype).index_add_(0, sequence_R, log_ratio_R) / count_S
+        mean_S = log_ratio_R.new_zeros(len(count_S)).index_add_(0, sequence_R, log_ratio_R) / count_S
         return self._clip.surrogate((mean_S[sequence_R] + (policy_R - policy_R.detach())).exp(), streams.advantages_R)

@@ -1,13 +1,14 @@
-"""RLOO: REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740, section 3.3).
+"""RLOO: REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740).
 
     A_i = r_i - mean(r_j, j != i) = G / (G - 1) (r_i - mean(r))        loss = -(pi / behavior) A
 
-The baseline of an episode does not depend on it, so the gradient is unbiased. Nothing is clipped: on the samples of the
+The baseline of an episode does not depend on it, so it adds no bias. Nothing is clipped: on the samples of the
 current policy the ratio is 1 and the gradient is that of REINFORCE; in later steps of a round it is the plain
 importance weight of each token.
 
 Differs from the paper: the paper's ratio is 1 throughout (one step for each sample); groups without variance, whose
-advantage is 0, are left out; there is no KL term in the reward.
+advantage is 0, are left out of the mean; sums over an episode are divided by the constant `algorithm.length_unit`;
+there is no KL term in the reward.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 // Every output is two sums, one of the even k and one of the odd k, added at the end. In every chunk of four blocks each
 // sum starts anew and takes the pairs (k, k + 1) of every eight k in the order 0 2 1 3 (it saves AVX2 registers); the
 // chunk's sum is then added to the total. Both instruction sets and every number of rows keep this order, so all give
-// the same bits. Many rows dequantize a chunk of the strip once, into memory that the nearest cache holds, and use it
+// the same bits (of a NaN, no more than that it is one). Many rows dequantize a chunk of the strip once, into memory that the nearest cache holds, and use it
 // from there. A few rows decode it into registers without its scales: from block to block sums are multiplied by the
 // quotient of the scales instead, a power of two. No bit changes while nothing overflows and nothing falls below the
 // smallest float. With activations of 0 or 2^-84 to 2^64 and scales of 2^-32 to 2^8 that is certain (every sum is a
@@ -479,7 +479,7 @@ inline void prepare(const void* x, int64_t stride, const int32_t* gather, int64_
       }
     }
   }
-  if (tiles.num != 1) return;
+  if (count > fp32::kMxfp4DirectRows) return;
   const float* rows = (const float*)memory;
   uint8_t* immoderate = (uint8_t*)(rows + count * blocks * kBlock);
   for (int64_t block = first_block; block < last_block; ++block) {
