@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from model.config import KernelChoice
 
@@ -52,6 +53,16 @@ class EngineConfigError(ValueError):
     """Engine settings that cannot be carried out."""
 
 
+_Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+def chosen(kind: type[_Choice], key: str, value: str) -> _Choice:
+    """The member of `kind` that `value` is or spells. Raises EngineConfigError when there is none."""
+    if value not in {*kind}:
+        raise EngineConfigError(f"engine.{key}: no such choice, got {value!r}; choose one of {', '.join(kind)}")
+    return kind(value)
+
+
 class Precision(StrEnum):
     """Which reading of a checkpoint the engine computes with.
 
@@ -88,7 +99,7 @@ class EngineConfig:
     `max_tokens_per_step` tokens, so long prompts are computed in chunks beside the decoding ones. `memory_bytes`
     bounds the cache of keys and values (0: enough for a full batch of the longest sequences), `expert_memory_bytes` the
     experts that are held with `load` mmap (0: what the machine has). `share_prefixes` lets requests use the pages of
-    others that begin alike. `seed` keys the requests of `Engine.generate`.
+    others that begin alike. `seed` keys the requests of `Engine.generate`. Choices may be spelled: `load="mmap"`.
     """
 
     precision: Precision = Precision.mxfp4
@@ -105,6 +116,12 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.precision = chosen(Precision, "precision", self.precision)
+        self.kv_dtype = chosen(KvDtype, "kv_dtype", self.kv_dtype)
+        self.load = chosen(LoadMode, "load", self.load)
+        self.kernels = chosen(KernelChoice, "kernels", self.kernels)
 
     def validate(self) -> None:
         """Raise EngineConfigError with one line for the first setting that cannot be carried out."""
@@ -127,3 +144,5 @@ class EngineConfig:
                 raise EngineConfigError(
                     f"engine.{name}: must not be negative, got {getattr(self, name)}; use 0 for no bound"
                 )
+        if self.seed < 0:
+            raise EngineConfigError(f"engine.seed: must not be negative, got {self.seed}; use 0 or more")

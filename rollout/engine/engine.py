@@ -27,7 +27,7 @@ from model.kernels.sample.reference import Sampled
 from model.layers import TORCH_DTYPE
 from model.snapshot import PackedTensor, view
 from model.transformer import Transformer
-from rollout.config import ChatFormat, EngineConfig
+from rollout.config import ChatFormat, EngineConfig, chosen
 from rollout.engine.active import Active, EngineError
 from rollout.engine.kv_cache import KvCache
 from rollout.engine.loading import load
@@ -86,14 +86,15 @@ class Engine:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], config: EngineConfig | None = None, *, chat_format: ChatFormat | None = None
+        cls, path: str | os.PathLike[str], config: EngineConfig | None = None, *, chat_format: str | None = None
     ) -> Engine:
-        """An engine that runs a checkpoint folder, ours or a published one.
+        """An engine that runs a checkpoint folder, ours or a published one; `chat_format` is a `ChatFormat`.
 
         Raises: as `rollout.engine.loading.load`.
         """
         config = EngineConfig() if config is None else config
-        loaded = load(Path(path), config, chat_format)
+        spelled = None if chat_format is None else chosen(ChatFormat, "chat_format", chat_format)
+        loaded = load(Path(path), config, spelled)
         stop_ids = () if loaded.text is None else loaded.text.stop_ids
         engine = cls(loaded.model, config, stop_ids=stop_ids, text=loaded.text, kernels=loaded.kernels)
         if loaded.published is not None:

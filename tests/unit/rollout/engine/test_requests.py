@@ -5,8 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rollout.config import EngineConfig, EngineConfigError
+from model.config import KernelChoice
+from rollout.config import EngineConfig, EngineConfigError, KvDtype, LoadMode, Precision
 from rollout.engine.active import EngineError
+from rollout.engine.engine import Engine
 from rollout.engine.kv_cache import CacheError
 from rollout.types import FinishReason, WeightVersion
 from tests.numerics.engines import MODEL, ask, make_engine, make_model, prompt, published
@@ -335,6 +337,11 @@ def test_a_budget_below_one_sequence_is_refused():
         ({"max_batch_size": 0}, "engine.max_batch_size: must be at least 1, got 0; raise it"),
         ({"max_tokens_per_step": 3, "max_batch_size": 4}, "engine.max_tokens_per_step: must hold one token of each"),
         ({"memory_bytes": -1}, "engine.memory_bytes: must not be negative, got -1; use 0 for no bound"),
+        ({"seed": -1}, "engine.seed: must not be negative, got -1; use 0 or more"),
+        ({"precision": "int3"}, "engine.precision: no such choice, got 'int3'; choose one of mxfp4, bf16, fp32"),
+        ({"kv_dtype": "int2"}, "engine.kv_dtype: no such choice, got 'int2'; choose one of auto, bf16, int8, fp8"),
+        ({"load": "zip"}, "engine.load: no such choice, got 'zip'; choose one of eager, mmap"),
+        ({"kernels": "cuda"}, "engine.kernels: no such choice, got 'cuda'; choose one of auto, amx, "),
     ],
 )
 def test_settings_that_cannot_be_carried_out_are_one_line(settings, line):
@@ -342,6 +349,21 @@ def test_settings_that_cannot_be_carried_out_are_one_line(settings, line):
         EngineConfig(**settings).validate()
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+def test_a_choice_may_be_spelled():
+    spelled = EngineConfig(precision="bf16", kv_dtype="fp8", load="mmap", kernels="torch")
+    assert spelled.precision is Precision.bf16
+    assert spelled.kv_dtype is KvDtype.fp8
+    assert spelled.load is LoadMode.mmap
+    assert spelled.kernels is KernelChoice.torch
+
+
+def test_an_unknown_chat_format_is_one_line_before_anything_is_read(tmp_path):
+    with pytest.raises(
+        EngineConfigError, match=r"^engine\.chat_format: no such choice, got 'x'; choose one of native, "
+    ):
+        Engine.load(tmp_path, chat_format="x")
 
 
 @pytest.mark.parametrize(
