@@ -1,4 +1,6 @@
-"""Credit: from judged groups to training samples.
+"""Credit: from judged groups to training samples, in two steps with the parity gate's pass between them.
+
+    judged groups -> valid_episodes -> samples -> PARITY (scores) -> assign_credit -> samples with advantages
 
 A masked episode (infrastructure failed, or its reward did) leaves the group before the baseline is taken: it is never
 a reward of 0. A group without variance teaches nothing: its samples stay for the parity gate, are not trained on, and
@@ -7,14 +9,17 @@ are counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
-from rl.algorithms.base import Algorithm
-from rl.algorithms.config import Aggregation
+from rl.algorithms.base import Algorithm, Rewards
+from rl.algorithms.config import Aggregation, KlEstimator
+from rl.algorithms.kl import kl_estimate
 from rl.batch import TrainSample, sample_from_segment
+from rl.scores import SampleScores, Stream
 from rollout.types import ScoredGroup, ScoredTrajectory
 
 _ROUNDING = 1e-9
@@ -23,6 +28,37 @@ _ROUNDING = 1e-9
 
 class TooFewValidError(RuntimeError):
     """So many episodes were masked that the round cannot be trusted."""
+
+
+class CreditError(RuntimeError):
+    """Credit that needs what the learner was not asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A valid episode and its samples, one a segment with sampled tokens, in their order; none is trained on yet."""
+
+    scored: ScoredTrajectory
+    samples: tuple[TrainSample, ...]
+
+    @property
+    def total(self) -> float:
+        """The root of its reward tree."""
+        assert self.scored.total is not None  # it is valid
+        return self.scored.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """The valid episodes of a round, by group; `num_masked` were left out."""
+
+    groups: tuple[tuple[Episode, ...], ...]
+    num_masked: int
+
+    @property
+    def samples(self) -> tuple[TrainSample, ...]:
+        """All samples in their order: what the parity gate compares."""
+        return tuple(sample for group in self.groups for episode in group for sample in episode.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,57 +85,125 @@ class Weighing:
         return (1.0 / self.length_unit if self.aggregation is Aggregation.episode_sum else share), share
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlReward:
+    """A KL penalty in the reward: `coef` times the estimate is taken off the reward of each token."""
+
+    coef: float
+    estimator: KlEstimator
+
+    def of(self, scores: SampleScores) -> Stream:
+        """What is added to the reward of each trainable token, fp32 [R]. Raises CreditError without a reference."""
+        if scores.reference_logprobs_R is None:
+            raise CreditError(
+                "algorithm.kl_in: reward needs the reference's logprobs, got scores without them; the learner must "
+                "hold a reference"
+            )
+        policy_R, reference_R = map(torch.from_numpy, (scores.proximal_logprobs_R, scores.reference_logprobs_R))
+        return kl_estimate(policy_R, reference_R, self.estimator).mul(-self.coef).numpy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+    """What changes the rewards before credit is assigned; `None`: nothing does."""
+
+    kl: KlReward | None = None
+
+
+def valid_episodes(groups: Sequence[ScoredGroup], *, min_valid_frac: float) -> Episodes:
+    """The episodes with a reward. Raises TooFewValidError when fewer than `min_valid_frac` of all have one."""
+    valid = tuple(
+        tuple(_episode(f"{index:04d}", scored) for scored in group.scored if scored.total is not None)
+        for index, group in enumerate(groups)
+    )
+    num_episodes, num_valid = sum(len(group.scored) for group in groups), sum(map(len, valid))
+    if num_valid < min_valid_frac * num_episodes - _ROUNDING:
+        raise TooFewValidError(
+            f"rollout.min_valid_frac: at least {min_valid_frac:.0%} of the episodes must be valid, got "
+            f"{num_valid} of {num_episodes} ({_first_mask(groups)}); fix the cause and run again"
+        )
+    return Episodes(groups=valid, num_masked=num_episodes - num_valid)
+
+
 def assign_credit(
-    groups: Sequence[ScoredGroup],
+    episodes: Episodes,
     algorithm: Algorithm,
     weighing: Weighing,
     *,
-    min_valid_frac: float,
+    scores: Mapping[str, SampleScores],
+    shaping: Shaping,
     permute_key: tuple[int, ...] | None,
 ) -> Credit:
-    """Advantages and weights for every valid episode of `groups`.
+    """Advantages and weights for every valid episode; `scores` are the learner's, by the key of the sample.
 
+    An episode is one action here, so what `shaping` adds to its tokens is added up (as in RLOO, arXiv 2402.14740).
     `permute_key`, when given, shuffles the rewards within each group (seeded by it): the control in which there is
-    nothing to learn. Raises TooFewValidError when fewer than `min_valid_frac` of the episodes are valid.
+    nothing to learn.
     """
-    valid = [[scored for scored in group.scored if scored.total is not None] for group in groups]
-    rewards = [np.array([scored.total for scored in group], dtype=np.float64) for group in valid]
+    groups = [tuple(_scored(episode, scores) for episode in group) for group in episodes.groups]
+    rewards = [group_rewards(group, shaping) for group in groups]
     if permute_key is not None:
         rewards = [np.random.default_rng((*permute_key, i)).permutation(one_G) for i, one_G in enumerate(rewards)]
     advantages = algorithm.advantages(rewards)
     samples: list[TrainSample] = []
-    for index, (group, advantages_G) in enumerate(zip(valid, advantages, strict=True)):
-        for position, scored in enumerate(group):
+    for group, advantages_G in zip(groups, advantages, strict=True):
+        for position, episode in enumerate(group):
             advantage = None if advantages_G is None else float(advantages_G[position])
-            samples += _samples(f"{index:04d}", scored, advantage, weighing)
-    num_episodes = sum(len(group.scored) for group in groups)
-    num_masked = num_episodes - sum(map(len, valid))
+            samples += _credited(episode, advantage, weighing)
     num_flat = sum(advantages_G is None for advantages_G in advantages)
-    if num_episodes - num_masked < min_valid_frac * num_episodes - _ROUNDING:
-        raise TooFewValidError(
-            f"rollout.min_valid_frac: at least {min_valid_frac:.0%} of the episodes must be valid, got "
-            f"{num_episodes - num_masked} of {num_episodes} ({_first_mask(groups)}); fix the cause and run again"
-        )
     return Credit(
-        samples=tuple(samples), num_masked=num_masked, no_variance_frac=num_flat / len(groups) if groups else 0.0
+        samples=tuple(samples),
+        num_masked=episodes.num_masked,
+        no_variance_frac=num_flat / len(groups) if groups else 0.0,
     )
 
 
-def _samples(prefix: str, scored: ScoredTrajectory, advantage: float | None, weighing: Weighing) -> list[TrainSample]:
-    """One sample a segment that has sampled tokens; all segments of an episode share its advantage."""
+def group_rewards(group: Sequence[Episode], shaping: Shaping) -> Rewards:
+    """The reward of each episode of a group, float64 [G]."""
+    rewards_G = np.array([episode.total for episode in group], dtype=np.float64)
+    if shaping.kl is not None:
+        kl = shaping.kl
+        rewards_G += [sum(kl.of(_scores_of(s)).sum(dtype=np.float64) for s in one.samples) for one in group]
+    return rewards_G
+
+
+def _episode(prefix: str, scored: ScoredTrajectory) -> Episode:
     trajectory = scored.trajectory
-    token_weight, token_mass = weighing.token(trajectory.num_sampled_tokens or 1)  # a silent one has nothing to weigh
-    return [
+    samples = tuple(
         sample_from_segment(
-            segment,
-            key=f"{prefix}/{trajectory.sample_index:04d}/{number}",
-            advantage=advantage or 0.0,
+            segment, key=f"{prefix}/{trajectory.sample_index:04d}/{number}", advantage=0.0, trained=False
+        )
+        for number, segment in enumerate(trajectory.segments)
+        if segment.turns
+    )
+    return Episode(scored=scored, samples=samples)
+
+
+def _scored(episode: Episode, scores: Mapping[str, SampleScores]) -> Episode:
+    return replace(episode, samples=tuple(replace(sample, scores=scores.get(sample.key)) for sample in episode.samples))
+
+
+def _scores_of(sample: TrainSample) -> SampleScores:
+    if sample.scores is None:
+        raise CreditError(
+            f"sample {sample.key}: its credit needs the learner's scores, got none; run the parity gate on it first"
+        )
+    return sample.scores
+
+
+def _credited(episode: Episode, advantage: float | None, weighing: Weighing) -> list[TrainSample]:
+    """The samples of an episode, which share its advantage."""
+    num_tokens = episode.scored.trajectory.num_sampled_tokens or 1  # a silent one has nothing to weigh
+    token_weight, token_mass = weighing.token(num_tokens)
+    return [
+        replace(
+            sample,
+            advantages_R=np.full(len(sample.targets_R), advantage or 0.0, dtype=np.float32),
             trained=advantage is not None,
             token_weight=token_weight,
             token_mass=token_mass,
         )
-        for number, segment in enumerate(trajectory.segments)
-        if segment.turns
+        for sample in episode.samples
     ]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rl.scores import SampleScores, Stream
 from rollout.types import Segment, SpanOrigin
 
 
@@ -31,7 +32,7 @@ class TrainSample:
     tokens but the last, or none (0 rows) for scripted tokens. `temperature` is that of the distribution the behavior
     logprobs belong to. `trained` is false for a sample that only takes part in the parity gate (a group without
     variance). The loss of a minibatch is the sum of its tokens' losses times `token_weight`, divided by the sum of
-    their `token_mass` (`rl.algorithms.config.Aggregation`).
+    their `token_mass` (`rl.algorithms.config.Aggregation`). `scores` are there once the learner has seen the sample.
     """
 
     key: str
@@ -45,6 +46,7 @@ class TrainSample:
     temperature: float = 1.0
     token_weight: float = 1.0
     token_mass: float = 1.0
+    scores: SampleScores | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +104,7 @@ def sample_from_segment(
 class Batch:
     """Packed samples. `rows_R` are the packed positions whose logits predict `target_ids_R` (one before the target).
 
-    `sequence_R` numbers the sample of each trainable token.
+    `sequence_R` numbers the sample of each trainable token. Streams of the scores are `None` without scores.
     """
 
     samples: tuple[TrainSample, ...]
@@ -116,6 +118,8 @@ class Batch:
     temperatures_R: torch.Tensor
     weights_R: torch.Tensor
     sequence_R: torch.Tensor
+    proximal_logprobs_R: torch.Tensor | None
+    reference_logprobs_R: torch.Tensor | None
 
     @property
     def num_tokens(self) -> int:
@@ -146,7 +150,19 @@ def pack(samples: Sequence[TrainSample]) -> Batch:
         temperatures_R=torch.from_numpy(temperatures_S.repeat(counts_S)),
         weights_R=torch.from_numpy(weights_S.repeat(counts_S)),
         sequence_R=torch.from_numpy(np.arange(len(samples)).repeat(counts_S)),
+        proximal_logprobs_R=_joined([s.scores and s.scores.proximal_logprobs_R for s in samples]),
+        reference_logprobs_R=_joined([s.scores and s.scores.reference_logprobs_R for s in samples]),
     )
+
+
+def _joined(parts: Sequence[Stream | None]) -> torch.Tensor | None:
+    """A stream of all samples, or `None` when they have none. Raises BatchError when only some have it."""
+    there = [part for part in parts if part is not None]
+    if there and len(there) < len(parts):
+        raise BatchError(
+            f"batch: all samples have a stream or none, got {len(there)} of {len(parts)}; score them together"
+        )
+    return torch.from_numpy(np.concatenate(there)) if there else None
 
 
 def micro_batches(samples: Iterable[TrainSample], max_tokens: int) -> Iterator[Batch]:

@@ -22,8 +22,10 @@ from model.hf.files import Folder
 from model.kernels.dispatch import resolve_kernels
 from rewards.base import Reward, score
 from rewards.registry import build_reward
-from rl.advantage import Weighing
+from rl.advantage import KlReward, Shaping, Weighing
 from rl.algorithms.base import Algorithm
+from rl.algorithms.config import KlPlace
+from rl.algorithms.objective import Objective
 from rl.algorithms.registry import aggregation_of, build_algorithm
 from rl.checkpoint import Checkpoints, RunState
 from rl.cluster import ray_cluster
@@ -238,11 +240,14 @@ def _rounds(
     stop = stack.enter_context(
         graceful_interrupt(lambda: progress.say("stopping after this round; once more to stop at once"))
     )
+    algorithm = _algorithm(config)
     parts = Parts(
         config=config,
         rollouts=rollouts,
         reward=evaluator.reward,
-        algorithm=_algorithm(config),
+        algorithm=algorithm,
+        shaping=_shaping(config),
+        loss=Objective(algorithm, config.algorithm),
         weighing=Weighing(aggregation=aggregation_of(config.algorithm), length_unit=config.algorithm.length_unit),
         learners=learners,
         publisher=publisher,
@@ -294,6 +299,12 @@ def _algorithm(config: RunConfig) -> Algorithm:
     target, params = config.algorithm.target, config.algorithm.params
     custom = None if target is None else load_target(target, params, "algorithm")
     return build_algorithm(config.algorithm, custom)
+
+
+def _shaping(config: RunConfig) -> Shaping:
+    settings = config.algorithm
+    in_reward = settings.kl_coef > 0 and settings.kl_in is KlPlace.reward
+    return Shaping(kl=KlReward(coef=settings.kl_coef, estimator=settings.kl_estimator) if in_reward else None)
 
 
 def _continue_command(rounds: int) -> str:

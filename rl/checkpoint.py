@@ -88,15 +88,18 @@ def _read_state(folder: Path) -> RunState:
 
 
 def seal(folder: Path) -> None:
-    """Flush every file of `folder` to disk and write its manifest."""
+    """Flush every file in and below `folder` to disk and write its manifest."""
     manifest: dict[str, dict[str, int | str]] = {}
-    for path in sorted(folder.iterdir()):
-        if path.name == _MANIFEST:
+    for path in sorted(folder.rglob("*")):
+        if path == folder / _MANIFEST:
+            continue
+        if path.is_dir():
+            _sync_names(path)
             continue
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:32]
             os.fsync(file.fileno())
-        manifest[path.name] = {"bytes": path.stat().st_size, "blake2b": digest}
+        manifest[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "blake2b": digest}
     with (folder / _MANIFEST).open("w") as file:
         json.dump(manifest, file, indent=1)
         file.flush()

@@ -37,6 +37,7 @@ _LEARNER_BYTES: Final = 450 * _MIB  # one learner rank with torch and DeepSpeed 
 _WORKER_BYTES_PER_PARAM: Final = 10  # fp32 weights, and the version that is arriving
 _LEARNER_BYTES_PER_PARAM: Final = 28  # fp32 master, gradient, two Adam moments, published view, its gather buffers
 _CHECKPOINT_BYTES_PER_PARAM: Final = 16  # fp32 master, two Adam moments, published view
+_REFERENCE_BYTES_PER_PARAM: Final = 6  # published bytes and their fp32 view
 _LOG_BYTES: Final = 200 * _MIB
 
 
@@ -350,11 +351,12 @@ def estimate_memory_bytes(config: RunConfig, plan: WorkerPlan) -> dict[str, int]
     activations = config.learner.micro_batch_tokens * 4 * (3 * vocabulary + 40 * model.num_layers * model.hidden_size)
     worker = _WORKER_BYTES + config.env.sandboxes_per_worker * _SANDBOX_BYTES + parameters * _WORKER_BYTES_PER_PARAM
     ranks = config.learner.num_ranks
+    learner = _LEARNER_BYTES_PER_PARAM + _REFERENCE_BYTES_PER_PARAM * (config.algorithm.kl_coef > 0)
     return {
         "Ray": _RAY_BYTES,
         "object store": config.cluster.object_store_mb * _MIB,
         f"{plan.num_workers} rollout worker{'s' * (plan.num_workers > 1)}": plan.num_workers * worker,
-        "learner": ranks * (_LEARNER_BYTES + activations) + parameters * _LEARNER_BYTES_PER_PARAM,
+        "learner": ranks * (_LEARNER_BYTES + activations) + parameters * learner,
     }
 
 

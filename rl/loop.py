@@ -1,11 +1,11 @@
 """The round.
 
-    ROLLOUT  tasks          -> trajectories      rollout.pool, rollout.episode
-    REWARD   trajectories   -> judged groups     rewards
-    CREDIT   judged groups  -> training samples  rl.advantage, rl.algorithms
-    PARITY   samples        -> gate              rl.parity
-    UPDATE   samples        -> new masters       rl.learner
-    PUBLISH  masters        -> next version      rl.publish
+    ROLLOUT  tasks             -> trajectories      rollout.pool, rollout.episode
+    REWARD   trajectories      -> judged groups     rewards
+    PARITY   samples           -> gate and scores   rl.parity
+    CREDIT   rewards, scores   -> training samples  rl.advantage, rl.algorithms
+    UPDATE   training samples  -> new masters       rl.learner
+    PUBLISH  masters           -> next version      rl.publish
 
 Every stage is a function of the round's number and of what came before it, so a resumed run repeats a round exactly.
 """
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewards.base import Reward, score_group
-from rl.advantage import Weighing, assign_credit
-from rl.algorithms.base import Algorithm
+from rl.advantage import Shaping, Weighing, assign_credit, valid_episodes
+from rl.algorithms.base import Algorithm, Loss
 from rl.batch import TrainSample
 from rl.checkpoint import Checkpoints, RunState
 from rl.config import RunConfig
@@ -35,6 +35,7 @@ from rollout.types import WeightVersion
 class Parts:
     """The parts of a run, put together by `rl.build`.
 
+    `algorithm` and `shaping` decide the credit of an episode, `loss` and `weighing` what the learner minimises.
     `companions` are the files that travel with its model: tokenizer, chat template, defaults of generation.
     """
 
@@ -42,6 +43,8 @@ class Parts:
     rollouts: Rollouts
     reward: Reward
     algorithm: Algorithm
+    shaping: Shaping
+    loss: Loss
     weighing: Weighing
     learners: LearnerGroup
     publisher: Publisher
@@ -83,19 +86,21 @@ def train(parts: Parts, first_round: int) -> list[Evaluation]:
             groups = parts.rollouts.collect(number)
         with stage("reward"):
             judged = [score_group(parts.reward, group) for group in groups]
+            episodes = valid_episodes(judged, min_valid_frac=config.rollout.min_valid_frac)
+        with stage("parity"):
+            parity = parts.publisher.check_parity(episodes.samples)
         with stage("credit"):
             credit = assign_credit(
-                judged,
+                episodes,
                 parts.algorithm,
                 parts.weighing,
-                min_valid_frac=config.rollout.min_valid_frac,
+                scores=parity.scores,
+                shaping=parts.shaping,
                 permute_key=(config.run.seed, number) if config.run.permute_rewards else None,
             )
-        with stage("parity"):
-            parity = parts.publisher.check_parity(credit.samples)
         with stage("update"):
             lr = learning_rate(config, number)
-            update = parts.learners.update(minibatches(config, number, credit.samples), parts.algorithm, lr)
+            update = parts.learners.update(minibatches(config, number, credit.samples), parts.loss, lr)
         sampled_version = parts.publisher.version
         with stage("publish"):
             published = parts.publisher.publish(WeightVersion(sampled_version + 1))

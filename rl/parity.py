@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from model.config import ComputeDtype, KernelChoice
 from rl.batch import TrainSample
 from rl.config import ParitySection
+from rl.scores import SampleScores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,8 @@ class ParityError(RuntimeError):
 class SampleParity:
     """One sample's differences (nats) and flipped tokens, also by layer.
 
-    `flip_origin` is a digest of the ids up to the first flipped token, `None` without one.
+    `flip_origin` is a digest of the ids up to the first flipped token, `None` without one. `scores` are what the
+    learner computed for the sample called `key`.
     """
 
     num_tokens: int
@@ -82,10 +84,13 @@ class SampleParity:
     num_flipped: int
     flip_origin: bytes | None
     flips_by_layer_L: np.ndarray
+    key: str
+    scores: SampleScores
 
     @classmethod
-    def of(cls, sample: TrainSample, logprobs_R: np.ndarray, routes_TLK: np.ndarray) -> SampleParity:
+    def of(cls, sample: TrainSample, scores: SampleScores, routes_TLK: np.ndarray) -> SampleParity:
         """Compare a sample with the learner's logprobs and routes. Raises ParityError when routes were not recorded."""
+        logprobs_R = scores.proximal_logprobs_R
         recorded = sample.routes_TLK
         if len(recorded) != sample.num_tokens - 1:
             raise ParityError(
@@ -105,6 +110,8 @@ class SampleParity:
             num_flipped=int(flipped_T.sum()),
             flip_origin=hashlib.blake2b(prefix.tobytes(), digest_size=16).digest() if flipped_T.any() else None,
             flips_by_layer_L=differs_TL.sum(axis=0),
+            key=sample.key,
+            scores=scores,
         )
 
 
@@ -114,7 +121,7 @@ class ParityReport:
 
     `num_flipped` counts the distinct contexts in which flips begin, `num_flipped_tokens` every flipped token.
 
-    A difference that is not finite is in the mean whatever the routes did.
+    A difference that is not finite is in the mean whatever the routes did. `scores` has every sample's, by its key.
     """
 
     num_tokens: int
@@ -125,6 +132,7 @@ class ParityReport:
     num_flipped_tokens: int
     worst_layer: int
     entropy: float
+    scores: Mapping[str, SampleScores] = field(default_factory=dict[str, SampleScores], repr=False, compare=False)
 
     @classmethod
     def of(cls, samples: Sequence[SampleParity], *, entropy_sum: float) -> ParityReport:
@@ -143,6 +151,7 @@ class ParityReport:
             num_flipped_tokens=sum(sample.num_flipped for sample in samples),
             worst_layer=int(np.argmax(flips_L)),
             entropy=entropy_sum / num_tokens,
+            scores={sample.key: sample.scores for sample in samples},
         )
 
     def violation(self, bounds: ParityBounds) -> str | None:

@@ -24,13 +24,34 @@ class Aggregation(StrEnum):
     episode_sum = auto()
 
 
+class KlEstimator(StrEnum):
+    """How KL(policy || reference) is estimated from the sampled token (Schulman 2020), d = policy - reference logprob.
+
+    k1    d: unbiased, of large variance, negative for half of the tokens
+    k2    d^2 / 2: biased, of low variance
+    k3    exp(-d) - 1 + d: unbiased, never negative
+    """
+
+    k1 = auto()
+    k2 = auto()
+    k3 = auto()
+
+
+class KlPlace(StrEnum):
+    """Where the KL penalty acts: `loss` adds it to the loss of each token, `reward` takes it off the token's reward."""
+
+    loss = auto()
+    reward = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class AlgorithmConfig:
     """The knobs of all algorithms; `target` and `params` bring a user's own one (with `name=custom`).
 
     `lr` falls linearly to `lr_end_frac` of itself over the run. The ratio is clipped to `1 - clip_low .. 1 + clip_high`
     (clip-higher, DAPO). `normalize_advantage` divides by the group's standard deviation (GRPO alone reads it).
-    `length_unit` is the number of tokens that `episode_sum` divides by.
+    `length_unit` is the number of tokens that `episode_sum` divides by. `kl_coef` weighs the KL to the start policy; at
+    0 no reference is held.
     """
 
     name: str = "grpo"
@@ -44,5 +65,8 @@ class AlgorithmConfig:
     normalize_advantage: bool = False
     aggregation: Aggregation = Aggregation.own
     length_unit: int = 256
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator = KlEstimator.k3
+    kl_in: KlPlace = KlPlace.loss
     load_balance_coef: float = 0.01
     router_z_coef: float = 0.0

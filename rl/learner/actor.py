@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from model.snapshot import WeightSnapshot
-from rl.algorithms.base import Algorithm
+from rl.algorithms.base import Loss
 from rl.batch import TrainSample
 from rl.learner.deepspeed import Rendezvous
 from rl.learner.learner import Learner, LearnerSpec, UpdateReport
@@ -40,9 +40,7 @@ class LearnerActor:
         """See `Learner.parity`."""
         return self._learner.parity(samples)
 
-    def update(
-        self, minibatches: Sequence[Sequence[TrainSample]], algorithm: Algorithm, lr: float
-    ) -> UpdateReport | None:
+    def update(self, minibatches: Sequence[Sequence[TrainSample]], algorithm: Loss, lr: float) -> UpdateReport | None:
         """See `Learner.update`."""
         return self._learner.update(minibatches, algorithm, lr)
 

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from model.snapshot import WeightSnapshot
-from rl.algorithms.base import Algorithm
+from rl.algorithms.base import Loss
 from rl.batch import TrainSample
 from rl.learner.actor import LearnerActor
 from rl.learner.deepspeed import Rendezvous
@@ -54,9 +54,7 @@ class LearnerGroup:
         """See `Learner.parity`."""
         return self._call("compute the parity gate", "parity", samples)
 
-    def update(
-        self, minibatches: Sequence[Sequence[TrainSample]], algorithm: Algorithm, lr: float
-    ) -> UpdateReport | None:
+    def update(self, minibatches: Sequence[Sequence[TrainSample]], algorithm: Loss, lr: float) -> UpdateReport | None:
         """See `Learner.update`."""
         return self._call("update", "update", minibatches, algorithm, lr)
 

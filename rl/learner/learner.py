@@ -12,8 +12,10 @@ Shapes: T packed tokens, R trainable tokens, V vocabulary, L layers, K experts o
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +28,15 @@ from model.config import KernelChoice, ModelConfig
 from model.kernels.dispatch import resolve_kernels
 from model.moe_losses import dispatch_totals, load_balancing_loss, router_sums, router_z_loss
 from model.snapshot import WeightSnapshot
-from rl.algorithms.base import Algorithm, TokenStreams
+from rl.algorithms.base import Loss, TokenLoss
 from rl.batch import Batch, TrainSample, micro_batches
 from rl.config import RunConfig
 from rl.learner.deepspeed import DeepSpeedEngine, OptimizerSettings, Rendezvous
 from rl.learner.policy import PolicyOutput, PublishedPolicy
+from rl.learner.reference import Reference
+from rl.learner.streams import row_entropies, token_streams
 from rl.parity import ParityReport, SampleParity
+from rl.scores import SampleScores
 from rollout.types import WeightVersion
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -43,7 +48,10 @@ class LearnerError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpec:
-    """Everything a learner needs; picklable. `start` is the model folder to start from."""
+    """Everything a learner needs; picklable. `start` is the model folder to start from.
+
+    With `reference` the learner keeps the start policy, frozen, and scores every sample with it.
+    """
 
     model: ModelConfig
     optimizer: OptimizerSettings
@@ -53,6 +61,7 @@ class LearnerSpec:
     load_balance_coef: float
     router_z_coef: float
     kernels: KernelChoice = KernelChoice.auto
+    reference: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, *, model: ModelConfig, start: Path, num_threads: int) -> LearnerSpec:
@@ -73,6 +82,7 @@ class LearnerSpec:
             micro_batch_tokens=settings.micro_batch_tokens,
             load_balance_coef=config.algorithm.load_balance_coef,
             router_z_coef=config.algorithm.router_z_coef,
+            reference=config.algorithm.kl_coef > 0,
         )
 
 
@@ -80,7 +90,8 @@ class LearnerSpec:
 class UpdateReport:
     """Means over the trainable tokens of the round, and over its steps for losses and norms.
 
-    `expert_load_LE` is each expert's share of a layer's tokens.
+    `expert_load_LE` is each expert's share of a layer's tokens. `terms` and `watched` are the loss's own
+    (`rl.algorithms.base.TokenLoss`), by metric: means over the steps, and over the tokens.
     """
 
     num_steps: int
@@ -92,6 +103,8 @@ class UpdateReport:
     kl_behavior_policy: float
     grad_norm: float
     expert_load_LE: np.ndarray
+    terms: Mapping[str, float] = field(default_factory=dict[str, float])
+    watched: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Learner:
@@ -105,10 +118,11 @@ class Learner:
         self._engine = DeepSpeedEngine(self._policy, spec.optimizer, rendezvous)
         self._engine.restore(_prefixed(load_model(spec.start).masters()), {}, 0)
         self._policy.refresh()
+        self._reference = Reference(spec.model, self._kernels, self._policy.packed) if spec.reference else None
 
     @torch.no_grad()
     def parity(self, samples: Sequence[TrainSample]) -> ParityReport:
-        """Behavior against policy logprobs of every sample under the weights that sampled it."""
+        """Behavior against policy logprobs of every sample under the weights that sampled it, and its scores."""
         reports: list[SampleParity] = []
         entropy_sum = 0.0
         for batch in micro_batches(samples, self._spec.micro_batch_tokens):
@@ -117,12 +131,12 @@ class Learner:
                 out.logits_RV, batch.target_ids_R, batch.temperatures_R
             )
             entropy_sum += float(entropies_R.sum())
-            reports += _sample_parities(batch, logprobs_R, out.routes_TLK)
+            reference_R = None if self._reference is None else self._logprobs(self._reference(batch), batch).numpy()
+            scores = SampleScores(proximal_logprobs_R=logprobs_R.numpy(), reference_logprobs_R=reference_R)
+            reports += _sample_parities(batch, scores, out.routes_TLK)
         return ParityReport.of(reports, entropy_sum=entropy_sum)
 
-    def update(
-        self, minibatches: Sequence[Sequence[TrainSample]], algorithm: Algorithm, lr: float
-    ) -> UpdateReport | None:
+    def update(self, minibatches: Sequence[Sequence[TrainSample]], algorithm: Loss, lr: float) -> UpdateReport | None:
         """One optimizer step a minibatch; `None` when no sample is trained on (every group without variance)."""
         totals = _Totals()
         for samples in minibatches:
@@ -160,6 +174,8 @@ class Learner:
         moments, num_steps = self._engine.optimizer_state()
         save_model(folder, self._spec.model, dict(self._policy.model.named_parameters()), {})
         save_file(moments, folder / OPTIMIZER_FILE, metadata={"num_steps": str(num_steps)})
+        if self._reference is not None:
+            self._reference.save(folder)
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, to the last bit. Raises LearnerError when it is another model's."""
@@ -169,6 +185,8 @@ class Learner:
                 f"checkpoint {folder.name}: must be of the model of this run, got {loaded.config}; "
                 "use the model settings it was saved with"
             )
+        if self._reference is not None:
+            self._reference.load(folder)
         self._engine.restore(_prefixed(loaded.masters()), *_load_moments(folder / OPTIMIZER_FILE))
         self._policy.refresh()
 
@@ -176,25 +194,19 @@ class Learner:
         """Leave the process group."""
         self._engine.close()
 
-    def _minibatch(self, samples: Sequence[TrainSample], algorithm: Algorithm, lr: float, totals: _Totals) -> None:
+    def _minibatch(self, samples: Sequence[TrainSample], algorithm: Loss, lr: float, totals: _Totals) -> None:
         num_tokens = sum(len(sample.targets_R) for sample in samples)
         num_packed = sum(sample.num_tokens for sample in samples)
         mass = math.fsum(sample.mass for sample in samples)
         for batch in micro_batches(samples, self._spec.micro_batch_tokens):
             out = self._engine.forward(batch)
             logprobs_R = self._logprobs(out, batch)
-            token_loss = algorithm.token_loss(
-                TokenStreams(
-                    policy_logprobs_R=logprobs_R,
-                    behavior_logprobs_R=batch.behavior_logprobs_R,
-                    advantages_R=batch.advantages_R,
-                    sequence_R=batch.sequence_R,
-                )
-            )
-            policy_loss = (token_loss.loss_R * batch.weights_R).sum() / mass
+            entropies = partial(row_entropies, out.logits_RV, batch.temperatures_R)
+            token_loss = algorithm.token_loss(token_streams(batch, logprobs_R, entropies))
+            loss = (token_loss.total() * batch.weights_R).sum() / mass
             router_loss, balance, router_z_loss = self._router_loss(out, batch, num_packed)
-            self._engine.backward(policy_loss + router_loss)
-            totals.add(batch, out, policy_loss, balance, router_z_loss, token_loss.clipped_R, logprobs_R.detach())
+            self._engine.backward(loss + router_loss)
+            totals.add(batch, out, token_loss, mass, balance, router_z_loss, logprobs_R.detach())
         totals.add_step(self._step(lr), num_tokens)
 
     def _logprobs(self, out: PolicyOutput, batch: Batch) -> torch.Tensor:
@@ -229,23 +241,29 @@ class _Totals:
         self.num_steps = 0
         self._num_tokens = 0
         self._sums = dict.fromkeys(("policy", "balance", "router_z", "clipped", "kl", "grad_norm"), 0.0)
+        self._terms: defaultdict[str, float] = defaultdict(float)
+        self._watched: defaultdict[str, float] = defaultdict(float)
         self._load_LE: np.ndarray | None = None
 
     def add(
         self,
         batch: Batch,
         out: PolicyOutput,
-        policy_loss: torch.Tensor,
+        token_loss: TokenLoss,
+        mass: float,
         balance: float,
         router_z_loss: float,
-        clipped_R: torch.Tensor,
         logprobs_R: torch.Tensor,
     ) -> None:
         log_ratio_R = logprobs_R - batch.behavior_logprobs_R
-        self._sums["policy"] += float(policy_loss.detach())
+        self._sums["policy"] += float((token_loss.loss_R.detach() * batch.weights_R).sum() / mass)
+        for name, term_R in token_loss.terms.items():
+            self._terms[name] += float((term_R.detach() * batch.weights_R).sum() / mass)
+        for name, value_R in token_loss.watched.items():
+            self._watched[name] += float(value_R.sum())
         self._sums["balance"] += balance
         self._sums["router_z"] += router_z_loss
-        self._sums["clipped"] += float(clipped_R.sum())
+        self._sums["clipped"] += float(token_loss.clipped_R.sum())
         # The k3 estimator of KL(behavior || policy), never negative (Schulman 2020).
         self._sums["kl"] += float((log_ratio_R.expm1() - log_ratio_R).sum())
         num_experts = out.router_logits_TE[0].shape[-1]
@@ -271,19 +289,19 @@ class _Totals:
             kl_behavior_policy=self._sums["kl"] / self._num_tokens,
             grad_norm=self._sums["grad_norm"] / self.num_steps,
             expert_load_LE=self._load_LE / self._load_LE.sum(axis=1, keepdims=True),
+            terms={name: total / self.num_steps for name, total in self._terms.items()},
+            watched={name: total / self._num_tokens for name, total in self._watched.items()},
         )
 
 
-def _sample_parities(batch: Batch, logprobs_R: torch.Tensor, routes_TLK: torch.Tensor) -> list[SampleParity]:
-    """Cut a batch's logprobs and routes into its samples and compare each with what its sampler recorded."""
+def _sample_parities(batch: Batch, scores: SampleScores, routes_TLK: torch.Tensor) -> list[SampleParity]:
+    """Cut a batch's scores and routes into its samples and compare each with what its sampler recorded."""
     reports: list[SampleParity] = []
-    logprobs, routes = logprobs_R.numpy(), routes_TLK.numpy()
+    routes = routes_TLK.numpy()
     token = row = 0
     for sample in batch.samples:
         num_rows = len(sample.targets_R)
-        reports.append(
-            SampleParity.of(sample, logprobs[row : row + num_rows], routes[token : token + sample.num_tokens])
-        )
+        reports.append(SampleParity.of(sample, scores.part(row, num_rows), routes[token : token + sample.num_tokens]))
         token, row = token + sample.num_tokens, row + num_rows
     return reports
 

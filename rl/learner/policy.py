@@ -64,7 +64,12 @@ class PublishedPolicy(nn.Module):
     @torch.no_grad()
     def refresh(self) -> None:
         """Requantize every master; call after each change of the masters."""
-        self._packed = published_view(dict(self.model.named_parameters()), self._kernels.quantize)
+        self.read(published_view(dict(self.model.named_parameters()), self._kernels.quantize))
+
+    @torch.no_grad()
+    def read(self, packed: Mapping[str, PackedTensor]) -> None:
+        """Read these published bytes from now on."""
+        self._packed = dict(packed)
         self._views = {
             name: view(packed, self._dtype, self._kernels.dequantize) for name, packed in self._packed.items()
         }
@@ -80,6 +85,11 @@ class PublishedPolicy(nn.Module):
             routes_TLK=out.routes_TLK,
             router_logits_TE=out.router_logits_TE,
         )
+
+    @property
+    def packed(self) -> Mapping[str, PackedTensor]:
+        """The published bytes that the forward reads now."""
+        return self._packed
 
     def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
         """The packed bytes as version `version`, and (changed, all) codes of each tensor since the last snapshot."""

@@ -1,10 +1,20 @@
 import numpy as np
 import pytest
 
-from rl.advantage import Credit, TooFewValidError, Weighing, assign_credit
-from rl.algorithms.config import Aggregation
+from rl.advantage import (
+    Credit,
+    CreditError,
+    KlReward,
+    Shaping,
+    TooFewValidError,
+    Weighing,
+    assign_credit,
+    valid_episodes,
+)
+from rl.algorithms.config import Aggregation, KlEstimator
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.surrogate import Clip
+from rl.scores import SampleScores
 from rollout.types import ScoredGroup
 
 OVER_TOKENS = Weighing(aggregation=Aggregation.token_mean, length_unit=8)
@@ -12,7 +22,11 @@ GRPO = Grpo(clip=Clip(0.2, 0.28), normalize=False)
 
 
 def credit_of(*groups: ScoredGroup, min_valid_frac: float = 0.0, permute_key: tuple[int, ...] | None = None) -> Credit:
-    return assign_credit(groups, GRPO, OVER_TOKENS, min_valid_frac=min_valid_frac, permute_key=permute_key)
+    episodes = valid_episodes(groups, min_valid_frac=min_valid_frac)
+    assert not any(sample.trained for sample in episodes.samples)
+    credit = assign_credit(episodes, GRPO, OVER_TOKENS, scores={}, shaping=Shaping(), permute_key=permute_key)
+    assert [sample.key for sample in credit.samples] == [sample.key for sample in episodes.samples]
+    return credit
 
 
 def first_said(credit: Credit) -> list[int]:
@@ -128,7 +142,34 @@ def test_tokens_are_weighed_by_the_length_of_their_episode_over_all_its_segments
     short = hand.scored(hand.trajectory(hand.segment((1,), ((), (4,))), index=1), 0.0)
     group = ScoredGroup(task=hand.task(), scored=(long, short))
     weighing = Weighing(aggregation=aggregation, length_unit=8)
-    samples = assign_credit([group], GRPO, weighing, min_valid_frac=0.0, permute_key=None).samples
+    episodes = valid_episodes([group], min_valid_frac=0.0)
+    samples = assign_credit(episodes, GRPO, weighing, scores={}, shaping=Shaping(), permute_key=None).samples
     assert [(sample.token_weight, sample.token_mass) for sample in samples] == expected
     num_episodes = sum(sample.mass for sample in samples)
     assert num_episodes == pytest.approx(6 if aggregation is Aggregation.token_mean else 2)
+
+
+def test_a_kl_penalty_in_the_reward_comes_before_the_baseline_summed_over_all_segments(hand):
+    twice = hand.segment((1,), ((), (5, 6))), hand.segment((1, 2), ((), (7,)))
+    scored = (hand.scored(hand.trajectory(*twice), 1.0), hand.scored(hand.trajectory(twice[0], index=1), 1.0))
+    group = ScoredGroup(task=hand.task(), scored=scored)
+    episodes = valid_episodes([group], min_valid_frac=0.0)
+    d = {"0000/0000/0": [0.5, -0.25], "0000/0000/1": [1.0], "0000/0001/0": [0.0, 0.25]}
+    scores = {
+        key: SampleScores(
+            proximal_logprobs_R=np.array(values, np.float32), reference_logprobs_R=np.zeros(len(values), np.float32)
+        )
+        for key, values in d.items()
+    }
+    shaping = Shaping(kl=KlReward(coef=0.5, estimator=KlEstimator.k1))
+    arguments = {"scores": scores, "shaping": shaping, "permute_key": None}
+    credit = assign_credit(episodes, GRPO, OVER_TOKENS, **arguments)
+    # Penalties of 0.5 (0.5 - 0.25 + 1) = 0.625 and 0.125: their mean is 0.375, and equal rewards do differ.
+    assert advantage_of(credit) == [-0.25, -0.25, 0.25]
+    assert credit.no_variance_frac == 0.0
+    assert all(sample.scores is scores[sample.key] for sample in credit.samples)
+    with pytest.raises(CreditError, match=r"^sample 0000/0000/0: its credit needs the learner's scores, got none; "):
+        assign_credit(episodes, GRPO, OVER_TOKENS, **(arguments | {"scores": {}}))
+    bare = {key: SampleScores(proximal_logprobs_R=one.proximal_logprobs_R) for key, one in scores.items()}
+    with pytest.raises(CreditError, match=r"^algorithm\.kl_in: reward needs the reference's logprobs, got scores "):
+        assign_credit(episodes, GRPO, OVER_TOKENS, **(arguments | {"scores": bare}))

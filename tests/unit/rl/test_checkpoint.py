@@ -198,3 +198,17 @@ def test_publishing_a_folder_replaces_the_one_of_its_name(tmp_path: Path):
         publish_folder(staging, tmp_path / "final")
     assert names(tmp_path) == ["final"]
     assert (tmp_path / "final" / "file").read_text() == "two"
+
+
+def test_files_in_folders_below_are_sealed_too(checkpoints: Checkpoints):
+    def with_folder(folder: Path) -> None:
+        write(folder)
+        (folder / "reference").mkdir()
+        write(folder / "reference")
+
+    folder = checkpoints.save(STATE, with_folder)
+    assert checkpoints.latest() == (folder, STATE)
+    assert "reference/weights" in json.loads((folder / "manifest.json").read_text())
+    (folder / "reference" / "weights").write_bytes(bytes(256))
+    with pytest.raises(CheckpointError, match=r"^checkpoint round-000006: reference/weights is damaged, got digest "):
+        checkpoints.latest()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.advantage import Weighing
+from rl.advantage import Shaping, Weighing
 from rl.algorithms.config import Aggregation
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.surrogate import Clip
@@ -147,15 +147,16 @@ def reward(task: Any, trajectory: Any, evidence: Any) -> float:
 
 def parts(stages: Stages, settings: RunConfig) -> Parts:
     one: Any = stages
+    algorithm = Grpo(clip=Clip(0.2, 0.28), normalize=False)
     return Parts(
-        config=settings, rollouts=one, reward=reward, algorithm=Grpo(clip=Clip(0.2, 0.28), normalize=False),
+        config=settings, rollouts=one, reward=reward, algorithm=algorithm, shaping=Shaping(), loss=algorithm,
         weighing=Weighing(aggregation=Aggregation.token_mean, length_unit=1),
         learners=one, publisher=one, evaluator=one, checkpoints=one, recorder=one, companions={}, wandb_id="id",
         on_round=lambda number: stages.calls.append(f"done {number}"), should_stop=stages.should_stop,
     )  # fmt: skip
 
 
-ROUND = ["rollout", "reward", "credit", "parity", "update", "publish", "evaluate", "checkpoint"]
+ROUND = ["rollout", "reward", "parity", "credit", "update", "publish", "evaluate", "checkpoint"]
 
 
 def test_a_round_goes_through_its_stages_in_order(hand: Any):

@@ -9,6 +9,7 @@ from rl.batch import TrainSample
 from rl.config import ParitySection
 from rl.parity import BOUNDS as BOUNDS_OF
 from rl.parity import EXACT, ParityError, ParityReport, SampleParity, bounds_for
+from rl.scores import SampleScores
 
 BOUNDS = ParitySection(mean_abs_nats=1e-5, max_abs_nats=1e-3, max_flipped_frac=1e-4)
 
@@ -32,15 +33,17 @@ def learner_routes(num_tokens: int = 5) -> np.ndarray:
     return np.tile(np.array([0, 1], np.uint8), (num_tokens, 3, 1))
 
 
+def of(compared: TrainSample, logprobs: np.ndarray, routes: np.ndarray) -> SampleParity:
+    return SampleParity.of(compared, SampleScores(proximal_logprobs_R=logprobs), routes)
+
+
 def report(*parts: SampleParity, entropy_sum: float = 0.0) -> ParityReport:
     return ParityReport.of(parts, entropy_sum=entropy_sum)
 
 
 def even(differences: list[float]) -> SampleParity:
     """A sample without flips, that far off; the numbers are exact in fp32."""
-    return SampleParity.of(
-        sample([-1.0] * len(differences)), np.array([-1.0 + d for d in differences]), learner_routes()
-    )
+    return of(sample([-1.0] * len(differences)), np.array([-1.0 + d for d in differences]), learner_routes())
 
 
 def flipped(differences: list[float], *places: tuple[int, int]) -> SampleParity:
@@ -48,7 +51,7 @@ def flipped(differences: list[float], *places: tuple[int, int]) -> SampleParity:
     routes = learner_routes()
     for token, layer in places:
         routes[token, layer] = (2, 1)
-    return SampleParity.of(sample([-1.0] * len(differences)), np.array([-1.0 + d for d in differences]), routes)
+    return of(sample([-1.0] * len(differences)), np.array([-1.0 + d for d in differences]), routes)
 
 
 def test_the_numbers_of_a_report_by_hand():
@@ -84,13 +87,13 @@ def test_a_flip_in_a_shared_context_counts_once():
 
 def test_the_order_of_a_tokens_experts_is_not_a_flip():
     routes = learner_routes()[..., ::-1].copy()
-    assert SampleParity.of(sample([-1.0]), np.array([-1.0]), routes).num_flipped == 0
+    assert of(sample([-1.0]), np.array([-1.0]), routes).num_flipped == 0
 
 
 def test_the_last_token_was_never_computed_by_the_sampler():
     routes = learner_routes()
     routes[-1] = 7
-    assert SampleParity.of(sample([-1.0]), np.array([-1.0]), routes).num_flipped == 0
+    assert of(sample([-1.0]), np.array([-1.0]), routes).num_flipped == 0
 
 
 @pytest.mark.parametrize("num_rows", [0, 3, 5])
@@ -99,7 +102,7 @@ def test_missing_routes_are_an_error(num_rows: int):
     with pytest.raises(
         ParityError, match=rf"^parity: every computed token needs its route, got {num_rows} rows for 5 "
     ):
-        SampleParity.of(sample([-1.0], routes=routes), np.array([-1.0]), learner_routes())
+        of(sample([-1.0], routes=routes), np.array([-1.0]), learner_routes())
 
 
 def test_no_token_at_all_is_an_error_and_not_an_open_gate():
@@ -163,12 +166,12 @@ def test_a_nan_in_a_sequence_with_a_flip_closes_the_gate_through_the_mean():
 
 def test_equal_infinities_are_no_agreement():
     """A token that both call impossible was sampled all the same."""
-    impossible = SampleParity.of(sample([-math.inf]), np.array([-math.inf]), learner_routes())
+    impossible = of(sample([-math.inf]), np.array([-math.inf]), learner_routes())
     assert report(impossible).violation(BOUNDS) is not None
     assert math.isnan(impossible.abs_max)
 
 
 def test_differences_are_taken_in_fp64():
     # fp32 cannot hold -1 + 1e-9; the learner's numbers arrive in fp32 as well, so only the subtraction is wider.
-    got = SampleParity.of(sample([-1.0]), np.array([-1.0 + 1e-9]), learner_routes())
+    got = of(sample([-1.0]), np.array([-1.0 + 1e-9]), learner_routes())
     assert got.abs_sum == pytest.approx(1e-9, rel=1e-6)

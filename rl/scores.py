@@ -1,0 +1,36 @@
+"""What the learner computes for every sample at the start of a round, in the parity gate's one pass over them.
+
+Credit is assigned after it: a KL penalty in the reward needs the reference's logprobs. The update reads the same
+numbers again, so they travel with the samples.
+
+Shapes: R trainable tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Stream = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleScores:
+    """Streams of a sample's trainable tokens, fp32.
+
+    `proximal_logprobs_R` are the learner's own under the weights that the round starts with, `reference_logprobs_R`
+    those of the frozen reference (`None`: the learner holds none).
+    """
+
+    proximal_logprobs_R: Stream
+    reference_logprobs_R: Stream | None = None
+
+    def part(self, first: int, count: int) -> SampleScores:
+        """The scores of `count` tokens from `first` on."""
+        rows = slice(first, first + count)
+        return SampleScores(
+            proximal_logprobs_R=self.proximal_logprobs_R[rows],
+            reference_logprobs_R=None if self.reference_logprobs_R is None else self.reference_logprobs_R[rows],
+        )
