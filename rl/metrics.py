@@ -79,6 +79,8 @@ METRICS: Mapping[str, MetricInfo] = {
         _info("clip_frac", "frac", _NEITHER, "Trained tokens whose probability ratio was clipped"),
         _info("ratio/mean", "", _NEITHER, "Mean probability ratio policy / proximal over trained tokens"),
         _info("ratio/max", "", _NEITHER, "Largest probability ratio policy / proximal"),
+        _info("importance/mean", "", _NEITHER, "Mean applied weight proximal / behavior over trained tokens"),
+        _info("importance/cut_frac", "frac", _LOWER, "Trained tokens whose weight proximal / behavior the cap changed"),
         _info("advantage/std", "", _NEITHER, "Standard deviation of the advantages over trained tokens"),
         _info("grad_norm", "", _NEITHER, "Global gradient norm before clipping, mean over the round's steps"),
         _info("lr", "", _NEITHER, "Learning rate of the round's last step"),

@@ -44,6 +44,27 @@ class KlPlace(StrEnum):
     reward = auto()
 
 
+class Importance(StrEnum):
+    """What corrects for samples of another policy than the round starts from (`rl.algorithms.importance`).
+
+    none       nothing: the ratio is policy / behavior
+    truncate   the ratio is policy / proximal, and the token is weighed with proximal / behavior, at most the cap
+    mask       the same, with weight 0 above the cap
+    """
+
+    none = auto()
+    truncate = auto()
+    mask = auto()
+
+
+class ImportanceLevel(StrEnum):
+    """What the weight proximal / behavior is of: a token, its sequence, or the sequence's geometric mean."""
+
+    token = auto()
+    sequence = auto()
+    geometric = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class AlgorithmConfig:
     """The knobs of all algorithms; `target` and `params` bring a user's own one (with `name=custom`).
@@ -51,7 +72,7 @@ class AlgorithmConfig:
     `lr` falls linearly to `lr_end_frac` of itself over the run. The ratio is clipped to `1 - clip_low .. 1 + clip_high`
     (clip-higher, DAPO). `normalize_advantage` divides by the group's standard deviation (GRPO alone reads it).
     `length_unit` is the number of tokens that `episode_sum` divides by. `kl_coef` weighs the KL to the start policy; at
-    0 no reference is held.
+    0 no reference is held. `entropy_coef` weighs the entropy bonus. Importance weights are cut at `importance_cap`.
     """
 
     name: str = "grpo"
@@ -68,5 +89,9 @@ class AlgorithmConfig:
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = KlEstimator.k3
     kl_in: KlPlace = KlPlace.loss
+    entropy_coef: float = 0.0
+    importance: Importance = Importance.none
+    importance_level: ImportanceLevel = ImportanceLevel.token
+    importance_cap: float = 2.0
     load_balance_coef: float = 0.01
     router_z_coef: float = 0.0
