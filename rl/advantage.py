@@ -18,9 +18,11 @@ import torch
 from rl.algorithms.base import Algorithm, Rewards
 from rl.algorithms.config import Aggregation, KlEstimator
 from rl.algorithms.kl import kl_estimate
+from rl.algorithms.overlong import Overlong
+from rl.algorithms.rewards import centered
 from rl.batch import TrainSample, sample_from_segment
 from rl.scores import SampleScores, Stream
-from rollout.types import ScoredGroup, ScoredTrajectory
+from rollout.types import ScoredGroup, ScoredTrajectory, SpanOrigin, Trajectory, Turn
 
 _ROUNDING = 1e-9
 """Of a share times a count: 9 of 10 are enough when the share is 0.9."""
@@ -40,12 +42,6 @@ class Episode:
 
     scored: ScoredTrajectory
     samples: tuple[TrainSample, ...]
-
-    @property
-    def total(self) -> float:
-        """The root of its reward tree."""
-        assert self.scored.total is not None  # it is valid
-        return self.scored.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +104,27 @@ class Shaping:
     """What changes the rewards before credit is assigned; `None`: nothing does."""
 
     kl: KlReward | None = None
+    overlong: Overlong | None = None
+
+    def outcome(self, scored: ScoredTrajectory) -> float:
+        """The reward of a valid episode: the root of its tree, and the punishment of its longest answer."""
+        assert scored.total is not None  # it is valid
+        return scored.total + self.punishment(scored.trajectory)
+
+    def punishment(self, trajectory: Trajectory) -> float:
+        """0 or below, for the longest answer."""
+        return 0.0 if self.overlong is None else self.overlong.of(max(turn_lengths(trajectory), default=0))
+
+
+def turn_lengths(trajectory: Trajectory) -> list[int]:
+    """Sampled tokens of each turn, over all segments."""
+    return [_num_sampled(turn) for segment in trajectory.segments for turn in segment.turns]
+
+
+def has_variance(group: ScoredGroup, shaping: Shaping) -> bool:
+    """Whether the outcomes of a judged group differ (the KL penalty, which no one knows yet, left out)."""
+    outcomes = [shaping.outcome(scored) for scored in group.scored if scored.total is not None]
+    return centered(np.array(outcomes, dtype=np.float64)) is not None
 
 
 def valid_episodes(groups: Sequence[ScoredGroup], *, min_valid_frac: float) -> Episodes:
@@ -160,7 +177,7 @@ def assign_credit(
 
 def group_rewards(group: Sequence[Episode], shaping: Shaping) -> Rewards:
     """The reward of each episode of a group, float64 [G]."""
-    rewards_G = np.array([episode.total for episode in group], dtype=np.float64)
+    rewards_G = np.array([shaping.outcome(episode.scored) for episode in group], dtype=np.float64)
     if shaping.kl is not None:
         kl = shaping.kl
         rewards_G += [sum(kl.of(_scores_of(s)).sum(dtype=np.float64) for s in one.samples) for one in group]
@@ -177,6 +194,10 @@ def _episode(prefix: str, scored: ScoredTrajectory) -> Episode:
         if segment.turns
     )
     return Episode(scored=scored, samples=samples)
+
+
+def _num_sampled(turn: Turn) -> int:
+    return sum(len(span.ids) for span in turn.spans if span.origin is SpanOrigin.SAMPLED)
 
 
 def _scored(episode: Episode, scores: Mapping[str, SampleScores]) -> Episode:

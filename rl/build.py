@@ -26,6 +26,7 @@ from rl.advantage import KlReward, Shaping, Weighing
 from rl.algorithms.base import Algorithm
 from rl.algorithms.config import KlPlace
 from rl.algorithms.objective import Objective
+from rl.algorithms.overlong import Overlong
 from rl.algorithms.registry import aggregation_of, build_algorithm
 from rl.checkpoint import Checkpoints, RunState
 from rl.cluster import ray_cluster
@@ -207,7 +208,7 @@ def _rounds(
     publisher = Publisher(learners, pool, bounds_for(config.parity, config.model.compute_dtype, config.cluster.kernels))
     rollouts = Rollouts(config=config, tasks=tasks, pool=pool)
     if start.state is not None:
-        rollouts.check_cursor(start.state)
+        rollouts.resume(start.state)
         learners.load(start.plan.folder.resolve())
         progress.say(f"resuming before round {start.first_round}, from {start.plan.folder}")
     publisher.publish(WeightVersion(0 if start.state is None else start.state.weight_version))
@@ -304,7 +305,12 @@ def _algorithm(config: RunConfig) -> Algorithm:
 def _shaping(config: RunConfig) -> Shaping:
     settings = config.algorithm
     in_reward = settings.kl_coef > 0 and settings.kl_in is KlPlace.reward
-    return Shaping(kl=KlReward(coef=settings.kl_coef, estimator=settings.kl_estimator) if in_reward else None)
+    limit = config.env.max_tokens_per_turn
+    buffer = settings.overlong_buffer_frac * limit
+    return Shaping(
+        kl=KlReward(coef=settings.kl_coef, estimator=settings.kl_estimator) if in_reward else None,
+        overlong=Overlong(limit=limit, buffer=buffer, coef=settings.overlong_coef) if buffer else None,
+    )
 
 
 def _continue_command(rounds: int) -> str:

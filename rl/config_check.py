@@ -97,6 +97,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "algorithm.clip_low": Range(above=0, at_most=1),
     "algorithm.clip_high": _POSITIVE,
     "algorithm.length_unit": _COUNT,
+    "algorithm.overlong_buffer_frac": _FRACTION,
     "algorithm.importance_cap": Range(at_least=1, remedy="a cap below 1 would cut weights on policy; 2 is usual"),
     "env.max_turns": _COUNT,
     "env.max_tokens_per_turn": _COUNT,

@@ -8,6 +8,8 @@
     PUBLISH  masters           -> next version      rl.publish
 
 Every stage is a function of the round's number and of what came before it, so a resumed run repeats a round exactly.
+With `algorithm.max_resample_rounds`, groups without variance are followed by groups of further tasks (dynamic sampling,
+`rl.algorithms.dapo`); all of them are judged, compared and counted.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewards.base import Reward, score_group
-from rl.advantage import Shaping, Weighing, assign_credit, valid_episodes
+from rl.advantage import Shaping, Weighing, assign_credit, has_variance, valid_episodes
 from rl.algorithms.base import Algorithm, Loss
 from rl.batch import TrainSample
 from rl.checkpoint import Checkpoints, RunState
@@ -28,7 +30,7 @@ from rl.learner.group import LearnerGroup
 from rl.publish import Publisher
 from rl.recorder import Recorder, RoundFacts
 from rl.rollouts import Rollouts
-from rollout.types import WeightVersion
+from rollout.types import ScoredGroup, WeightVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class Parts:
 
         state = RunState(
             next_round=number + 1,
-            data_cursor=self.rollouts.cursor(number + 1),
+            data_cursor=self.rollouts.cursor,
             weight_version=self.publisher.version,
             seed=self.config.run.seed,
             wandb_id=self.wandb_id,
@@ -82,12 +84,9 @@ def train(parts: Parts, first_round: int) -> list[Evaluation]:
     config, stage = parts.config, parts.recorder.stage
     evaluations: list[Evaluation] = []
     for number in range(first_round, config.run.rounds + 1):
-        with stage("rollout"):
-            groups = parts.rollouts.collect(number)
-        with stage("reward"):
-            judged = [score_group(parts.reward, group) for group in groups]
-            episodes = valid_episodes(judged, min_valid_frac=config.rollout.min_valid_frac)
+        judged = _judged_groups(parts, number)
         with stage("parity"):
+            episodes = valid_episodes(judged, min_valid_frac=config.rollout.min_valid_frac)
             parity = parts.publisher.check_parity(episodes.samples)
         with stage("credit"):
             credit = assign_credit(
@@ -118,6 +117,8 @@ def train(parts: Parts, first_round: int) -> list[Evaluation]:
                 sampled_version=sampled_version,
                 load_balance_coef=config.algorithm.load_balance_coef,
                 router_z_coef=config.algorithm.router_z_coef,
+                num_resampled=len(judged) - config.rollout.prompts_per_round,
+                punishments=[parts.shaping.punishment(s.trajectory) for group in judged for s in group.scored],
             ),
             evaluations,
         )
@@ -129,6 +130,22 @@ def train(parts: Parts, first_round: int) -> list[Evaluation]:
         if stopping:
             break
     return evaluations
+
+
+def _judged_groups(parts: Parts, number: int) -> list[ScoredGroup]:
+    """ROLLOUT and REWARD: the groups of a round, and one more for each without variance, within the bound."""
+    stage, judged = parts.recorder.stage, list[ScoredGroup]()
+    wanted = parts.config.rollout.prompts_per_round
+    for attempt in range(1 + parts.config.algorithm.max_resample_rounds):
+        with stage("rollout"):
+            groups = parts.rollouts.collect(number, attempt=attempt, num_tasks=wanted)
+        with stage("reward"):
+            fresh = [score_group(parts.reward, group) for group in groups]
+        judged += fresh
+        wanted = sum(not has_variance(group, parts.shaping) for group in fresh)
+        if not wanted:
+            break
+    return judged
 
 
 def learning_rate(config: RunConfig, number: int) -> float:

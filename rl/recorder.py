@@ -37,6 +37,8 @@ class RoundFacts:
     sampled_version: int
     load_balance_coef: float
     router_z_coef: float
+    num_resampled: int
+    punishments: Sequence[float]
 
 
 @dataclass(slots=True)
@@ -117,7 +119,9 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
         "staleness/mean": _staleness(trajectories, facts.sampled_version),
         "groups/total": float(len(facts.groups)),
         "groups/no_variance_frac": facts.credit.no_variance_frac,
+        "groups/resampled": float(facts.num_resampled),
         "episodes/total": float(len(scored)),
+        "episodes/overlong_punishment": float(np.mean(facts.punishments)),
         "episodes/masked": float(facts.credit.num_masked),
         "episodes/truncated": float(sum(t.stop not in (None, StopReason.TERMINATED) for t in trajectories)),
         "episodes/tampered": float(sum(t.evidence.tampered for t in trajectories)),

@@ -70,9 +70,12 @@ class AlgorithmConfig:
     """The knobs of all algorithms; `target` and `params` bring a user's own one (with `name=custom`).
 
     `lr` falls linearly to `lr_end_frac` of itself over the run. The ratio is clipped to `1 - clip_low .. 1 + clip_high`
-    (clip-higher, DAPO). `normalize_advantage` divides by the group's standard deviation (GRPO alone reads it).
+    (clip-higher, DAPO). `normalize_advantage` divides by the group's standard deviation (GRPO and DAPO read it).
     `length_unit` is the number of tokens that `episode_sum` divides by. `kl_coef` weighs the KL to the start policy; at
     0 no reference is held. `entropy_coef` weighs the entropy bonus. Importance weights are cut at `importance_cap`.
+    Groups without variance are followed by groups of further tasks at most `max_resample_rounds` times a round. An
+    answer that ends in the last `overlong_buffer_frac` of env.max_tokens_per_turn is punished, at its end with
+    `overlong_coef` (0: no buffer, no punishment).
     """
 
     name: str = "grpo"
@@ -93,5 +96,8 @@ class AlgorithmConfig:
     importance: Importance = Importance.none
     importance_level: ImportanceLevel = ImportanceLevel.token
     importance_cap: float = 2.0
+    max_resample_rounds: int = 0
+    overlong_buffer_frac: float = 0.0
+    overlong_coef: float = 1.0
     load_balance_coef: float = 0.01
     router_z_coef: float = 0.0

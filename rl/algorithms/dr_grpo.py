@@ -12,12 +12,16 @@ Differs from the paper: the mean is over the episodes that are trained on; group
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.surrogate import Clip
 
 
 class DrGrpo(Grpo):
     """`Grpo` with the constants that the paper argues for; `Aggregation.episode_sum` is the rest of it."""
+
+    name: ClassVar[str] = "dr_grpo"
 
     def __init__(self, *, clip: Clip):
         super().__init__(clip=clip, normalize=False)

@@ -12,6 +12,7 @@ left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rl.algorithms.base import Rewards, TokenLoss, TokenStreams
 from rl.algorithms.rewards import centered, checked
@@ -21,13 +22,16 @@ from rl.algorithms.surrogate import Clip, ratio
 class Grpo:
     """Group-relative advantages, clipped importance ratio."""
 
+    name: ClassVar[str] = "grpo"
+    """What messages call it."""
+
     def __init__(self, *, clip: Clip, normalize: bool):
         self._clip = clip
         self._normalize = normalize
 
     def advantages(self, rewards: Sequence[Rewards]) -> list[Rewards | None]:
         """Reward minus the group's mean (and divided by its standard deviation with `normalize`)."""
-        return [self._relative(rewards_G) for rewards_G in checked("grpo", rewards)]
+        return [self._relative(rewards_G) for rewards_G in checked(self.name, rewards)]
 
     def _relative(self, rewards_G: Rewards) -> Rewards | None:
         centered_G = centered(rewards_G)

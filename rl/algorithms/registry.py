@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rl.algorithms.base import Algorithm, AlgorithmError
 from rl.algorithms.cispo import Cispo
 from rl.algorithms.config import Aggregation, AlgorithmConfig
+from rl.algorithms.dapo import Dapo
 from rl.algorithms.dr_grpo import DrGrpo
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.gspo import Gspo
@@ -35,6 +36,10 @@ def _clip(config: AlgorithmConfig) -> Clip:
 
 def _grpo(config: AlgorithmConfig) -> Algorithm:
     return Grpo(clip=_clip(config), normalize=config.normalize_advantage)
+
+
+def _dapo(config: AlgorithmConfig) -> Algorithm:
+    return Dapo(clip=_clip(config), normalize=config.normalize_advantage)
 
 
 def _dr_grpo(config: AlgorithmConfig) -> Algorithm:
@@ -63,6 +68,7 @@ def _cispo(config: AlgorithmConfig) -> Algorithm:
 
 BUILDERS: dict[str, Builder] = {
     "grpo": Builder(_grpo, Aggregation.token_mean),
+    "dapo": Builder(_dapo, Aggregation.token_mean),
     "dr_grpo": Builder(_dr_grpo, Aggregation.episode_sum),
     "rloo": Builder(_rloo, Aggregation.episode_sum),
     "reinforce_pp": Builder(_reinforce_pp, Aggregation.episode_mean),

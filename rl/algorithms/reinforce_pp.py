@@ -31,7 +31,7 @@ class ReinforcePP:
 
     def advantages(self, rewards: Sequence[Rewards]) -> list[Rewards | None]:
         """Rewards, minus their baseline, in units of the round's standard deviation."""
-        groups = checked("reinforce_pp", rewards)
+        groups = checked("reinforce_pp_baseline" if self._group_baseline else "reinforce_pp", rewards)
         if self._group_baseline:
             deviations = [centered(rewards_G) for rewards_G in groups]
         else:

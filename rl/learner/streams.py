@@ -27,6 +27,6 @@ def token_streams(batch: Batch, logprobs_R: torch.Tensor, entropies: Callable[[]
 
 
 def row_entropies(logits_RV: torch.Tensor, temperatures_R: torch.Tensor) -> torch.Tensor:
-    """Entropies in nats [R], in the dtype of the logits (fp32), of softmax(logits / temperature); differentiable in the logits."""
+    """Entropies of softmax(logits / temperature) in nats [R], in the logits' dtype (fp32); differentiable in them."""
     logprobs_RV = torch.log_softmax(logits_RV / temperatures_R.unsqueeze(-1), -1)
     return -(logprobs_RV.exp() * logprobs_RV).sum(-1)

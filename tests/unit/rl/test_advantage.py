@@ -9,10 +9,13 @@ from rl.advantage import (
     TooFewValidError,
     Weighing,
     assign_credit,
+    has_variance,
+    turn_lengths,
     valid_episodes,
 )
 from rl.algorithms.config import Aggregation, KlEstimator
 from rl.algorithms.grpo import Grpo
+from rl.algorithms.overlong import Overlong
 from rl.algorithms.surrogate import Clip
 from rl.scores import SampleScores
 from rollout.types import ScoredGroup
@@ -173,3 +176,30 @@ def test_a_kl_penalty_in_the_reward_comes_before_the_baseline_summed_over_all_se
     bare = {key: SampleScores(proximal_logprobs_R=one.proximal_logprobs_R) for key, one in scores.items()}
     with pytest.raises(CreditError, match=r"^algorithm\.kl_in: reward needs the reference's logprobs, got scores "):
         assign_credit(episodes, GRPO, OVER_TOKENS, **(arguments | {"scores": bare}))
+
+
+def test_the_longest_answer_is_punished_before_the_baseline(hand):
+    """Limit 5, buffer 4: 1 token is free, 3 cost a half, 5 cost all; the episode's longest answer counts."""
+    free = hand.scored(hand.trajectory(hand.segment((1,), ((), (5,)), ((9, 9, 9), (6,)))), 1.0)
+    half = hand.scored(hand.trajectory(hand.segment((1,), ((), (5,)), ((), (6, 7, 8))), index=1), 1.0)
+    whole = hand.scored(hand.trajectory(hand.segment((1,), ((), (1, 2, 3, 4, 5))), index=2), 0.0)
+    assert [turn_lengths(each.trajectory) for each in (free, half, whole)] == [[1, 1], [1, 3], [5]]
+    group = ScoredGroup(task=hand.task(), scored=(free, half, whole))
+    shaping = Shaping(overlong=Overlong(limit=5, buffer=4, coef=0.5))
+    credit = assign_credit(
+        valid_episodes([group], min_valid_frac=0.0), GRPO, OVER_TOKENS, scores={}, shaping=shaping, permute_key=None
+    )
+    rewards = np.array([1.0, 0.75, -0.5])
+    np.testing.assert_allclose(advantage_of(credit), rewards - rewards.mean(), rtol=1e-6)
+
+
+def test_whether_a_group_has_variance_is_what_credit_finds(hand):
+    shaping = Shaping(overlong=Overlong(limit=2, buffer=1, coef=1.0))
+    assert has_variance(hand.group(0.0, 1.0), shaping)
+    for flat in (hand.group(1.0, 1.0), hand.group("x", 1.0), hand.group("x", "x"), hand.group(0.5)):
+        assert not has_variance(flat, shaping)
+    short = hand.scored(hand.trajectory(hand.segment((1,), ((), (5,)))), 1.0)
+    long = hand.scored(hand.trajectory(hand.segment((1,), ((), (5, 6))), index=1), 1.0)
+    group = ScoredGroup(task=hand.task(), scored=(short, long))
+    assert has_variance(group, shaping)
+    assert not has_variance(group, Shaping())

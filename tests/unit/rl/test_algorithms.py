@@ -59,7 +59,7 @@ def test_at_zero_update_the_loss_is_minus_the_advantage(name: str):
     assert torch.equal(algorithm(name).token_loss(streams).loss_R, -streams.advantages_R)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "gspo"])
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "grpo", "gspo", "reinforce_pp", "reinforce_pp_baseline"])
 def test_the_clip_binds_only_on_the_side_that_the_advantage_pushes_to(name: str):
     ratio = torch.tensor([0.5, 0.9, 1.2, 2.0], dtype=torch.float64)
     behavior = torch.full((4,), -1.0, dtype=torch.float64)
@@ -89,7 +89,9 @@ def test_it_travels_to_the_process_of_the_learner(name: str):
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
 def test_a_reward_that_is_not_finite_is_refused(name: str, broken: float):
-    with pytest.raises(AlgorithmError, match=r"^\w+: rewards must be finite, got \[0\.0, .*\]; mask the broken ones$"):
+    with pytest.raises(
+        AlgorithmError, match=rf"^{name}: rewards must be finite, got \[0\.0, .*\]; mask the broken ones$"
+    ):
         algorithm(name).advantages([np.array([1.0, 2.0]), np.array([0.0, broken])])
 
 

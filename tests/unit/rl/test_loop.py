@@ -1,6 +1,6 @@
-import dataclasses
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Stages:
         self.version = WeightVersion(0)
         self.rows: list[tuple[int, Any]] = []
         self.states: list[RunState] = []
-        self.round = 0
+        self.round = self.cursor = 0
         self._hand, self._stop_after, self._closed_in = hand, stop_after, closed_in
 
     @contextmanager
@@ -93,11 +93,9 @@ class Stages:
         self.calls.append(name)
         yield
 
-    def cursor(self, number: int) -> int:
-        return (number - 1) * 24
-
-    def collect(self, number: int) -> list[TrajectoryGroup]:
+    def collect(self, number: int, *, attempt: int, num_tasks: int) -> list[TrajectoryGroup]:
         self.round = number
+        self.cursor += num_tasks
         scored = self._hand.group(0.0, 1.0)
         return [TrajectoryGroup(task=scored.task, trajectories=tuple(each.trajectory for each in scored.scored))]
 
@@ -171,7 +169,7 @@ def test_a_round_goes_through_its_stages_in_order(hand: Any):
 def test_rounds_go_on_from_the_first_and_checkpoints_hold_the_next(hand: Any):
     stages, settings = Stages(hand), config()
     settings.run.checkpoint_every = settings.run.eval_every = 4
-    stages.version = WeightVersion(2)
+    stages.version, stages.cursor = WeightVersion(2), 48
     assert train(parts(stages, settings), 3) == ["the last"]
     assert [number for number, _ in stages.rows] == list(range(3, 11))
     assert [state.next_round for state in stages.states] == [5, 9, 11]  # after 4, 8 and the last
@@ -206,13 +204,80 @@ def test_a_checkpoint_is_a_model_folder_with_its_tokenizer_and_template(hand: An
             (folder / "model.safetensors").write_text("weights")
 
     stages: Any = Stages(hand)
+    stages.cursor = 120
     built = parts(stages, config())
     learners: Any = Learners()
     checkpoints = Checkpoints(tmp_path, keep=1)
     companions = {"tokenizer.json": b"{}", "chat_template.jinja": "ü".encode()}
-    dataclasses.replace(built, learners=learners, checkpoints=checkpoints, companions=companions).save(5)
+    replace(built, learners=learners, checkpoints=checkpoints, companions=companions).save(5)
     latest = checkpoints.latest()
     assert latest is not None
     assert latest[1] == RunState(next_round=6, data_cursor=120, weight_version=0, seed=0, wandb_id="id")
     assert {name: (latest[0] / name).read_bytes() for name in companions} == companions
     assert (latest[0] / "model.safetensors").read_text() == "weights"
+
+
+class SomeFlat(Stages):
+    """Groups that differ or not, as `script` says; task n is called n."""
+
+    def __init__(self, hand: Any, *script: bool):
+        super().__init__(hand)
+        self.script, self.asked = script, list[tuple[int, int, int]]()
+
+    def collect(self, number: int, *, attempt: int, num_tasks: int) -> list[TrajectoryGroup]:
+        self.round = number
+        self.asked.append((number, attempt, num_tasks))
+        numbers = range(self.cursor, self.cursor + num_tasks)
+        self.cursor += num_tasks
+        scored = [self._hand.group(0.0, 1.0 if self.script[n] else 0.0, name=str(n)) for n in numbers]
+        groups = []
+        for n, one in zip(numbers, scored, strict=True):
+            episodes = tuple(
+                replace(each.trajectory, sample_index=self.script[n] * i) for i, each in enumerate(one.scored)
+            )
+            groups.append(TrajectoryGroup(task=one.task, trajectories=episodes))
+        return groups
+
+
+@pytest.mark.parametrize(
+    ("script", "bound", "asked", "taught"),
+    [
+        ([True, False, False, True, False, True], 3, [(1, 0, 3), (1, 1, 2), (1, 2, 1)], 3),
+        ([True, False, False, True, False, True], 1, [(1, 0, 3), (1, 1, 2)], 2),  # then with what there is
+        ([True, False, False], 0, [(1, 0, 3)], 1),
+        ([True, True, True], 3, [(1, 0, 3)], 3),
+        ([False] * 12, 3, [(1, 0, 3), (1, 1, 3), (1, 2, 3), (1, 3, 3)], 0),  # a policy that solves nothing, or all
+    ],
+)
+def test_groups_without_variance_are_followed_by_further_tasks_within_the_bound(
+    hand: Any, script: list[bool], bound: int, asked: list[tuple[int, int, int]], taught: int
+):
+    stages, settings = SomeFlat(hand, *script), config(max_resample_rounds=bound)
+    settings.run.rounds, settings.rollout.prompts_per_round = 1, 3
+    train(parts(stages, settings), 1)
+    assert stages.asked == asked
+    ((_, facts),) = stages.rows
+    num_groups = sum(num_tasks for _, _, num_tasks in asked)
+    assert (len(facts.groups), facts.num_resampled) == (num_groups, num_groups - 3)
+    assert [group.task.id for group in facts.groups] == [str(n) for n in range(num_groups)]
+    assert facts.credit.no_variance_frac == pytest.approx(1 - taught / num_groups)
+    assert stages.states[-1].data_cursor == num_groups
+
+
+def test_a_resumed_run_takes_the_tasks_that_an_uninterrupted_one_does(hand: Any):
+    """However many a round has taken: the cursor is in the checkpoint."""
+    script = np.random.default_rng(1).random(200) < 0.6
+    settings = config(max_resample_rounds=2)
+    settings.run.rounds, settings.rollout.prompts_per_round, settings.run.checkpoint_every = 6, 5, 1
+    straight = SomeFlat(hand, *script)
+    train(parts(straight, settings), 1)
+    assert len(straight.asked) > 8, "the control: some rounds sampled more"
+    for stop in (1, 2, 3, 5):
+        first, then = SomeFlat(hand, *script), SomeFlat(hand, *script)
+        first._stop_after = stop
+        train(parts(first, settings), 1)
+        then.cursor = first.states[-1].data_cursor
+        train(parts(then, settings), first.states[-1].next_round)
+        assert [*first.asked, *then.asked] == straight.asked
+        taken = [[group.task.id for group in facts.groups] for _, facts in [*first.rows, *then.rows]]
+        assert taken == [[group.task.id for group in facts.groups] for _, facts in straight.rows]

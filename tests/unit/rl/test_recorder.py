@@ -24,6 +24,8 @@ UPDATE = UpdateReport(
     kl_behavior_policy=0.125,
     grad_norm=1.5,
     expert_load_LE=np.array([[0.5, 0.5, 0.0], [0.125, 0.75, 0.125]]),
+    terms={"loss/kl": 0.03125},
+    watched={"kl/reference_policy": 0.0625},
 )
 
 
@@ -66,6 +68,8 @@ def facts(hand) -> RoundFacts:
         sampled_version=4,
         load_balance_coef=0.5,
         router_z_coef=0.25,
+        num_resampled=1,
+        punishments=[0.0, -0.5],
     )
 
 
@@ -85,7 +89,9 @@ def test_the_metrics_of_a_round_by_hand(facts: RoundFacts):
         "staleness/mean": 3 / 13,  # 3 of 13 sampled tokens are one version old
         "groups/total": 2.0,
         "groups/no_variance_frac": 0.5,
+        "groups/resampled": 1.0,
         "episodes/total": 6.0,
+        "episodes/overlong_punishment": -0.25,
         "episodes/masked": 1.0,
         "episodes/truncated": 1.0,
         "episodes/tampered": 1.0,
@@ -100,6 +106,8 @@ def test_the_metrics_of_a_round_by_hand(facts: RoundFacts):
         "loss/router_z": 0.75,
         "clip_frac": 0.25,
         "kl/behavior_policy": 0.125,
+        "loss/kl": 0.03125,
+        "kl/reference_policy": 0.0625,
         "grad_norm": 1.5,
         "tokens/trained": 7.0,
         "expert_load/max_frac": 0.75,
@@ -115,7 +123,8 @@ def test_an_update_that_did_not_happen_is_left_out(facts: RoundFacts):
     left_out = with_update.keys() - without.keys()
     assert left_out == {
         "loss/policy", "loss/balance", "loss/router_z", "clip_frac", "kl/behavior_policy", "grad_norm",
-        "tokens/trained", "expert_load/max_frac", "expert_load/min_frac", "experts/dead",
+        "loss/kl", "kl/reference_policy", "tokens/trained", "expert_load/max_frac", "expert_load/min_frac",
+        "experts/dead",
     }  # fmt: skip
     assert without == {name: value for name, value in with_update.items() if name not in left_out}
 
