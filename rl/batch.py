@@ -32,7 +32,8 @@ class TrainSample:
     tokens but the last, or none (0 rows) for scripted tokens. `temperature` is that of the distribution the behavior
     logprobs belong to. `trained` is false for a sample that only takes part in the parity gate (a group without
     variance). The loss of a minibatch is the sum of its tokens' losses times `token_weight`, divided by the sum of
-    their `token_mass` (`rl.algorithms.config.Aggregation`). `scores` are there once the learner has seen the sample.
+    their `token_mass` (`rl.algorithms.config.Aggregation`). `scores` are there once the learner has seen the sample,
+    `returns_R` (the targets of a critic) once its credit was assigned by one.
     """
 
     key: str
@@ -47,6 +48,7 @@ class TrainSample:
     token_weight: float = 1.0
     token_mass: float = 1.0
     scores: SampleScores | None = None
+    returns_R: Stream | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -120,6 +122,8 @@ class Batch:
     sequence_R: torch.Tensor
     proximal_logprobs_R: torch.Tensor | None
     reference_logprobs_R: torch.Tensor | None
+    old_values_R: torch.Tensor | None
+    returns_R: torch.Tensor | None
 
     @property
     def num_tokens(self) -> int:
@@ -152,6 +156,8 @@ def pack(samples: Sequence[TrainSample]) -> Batch:
         sequence_R=torch.from_numpy(np.arange(len(samples)).repeat(counts_S)),
         proximal_logprobs_R=_joined([s.scores and s.scores.proximal_logprobs_R for s in samples]),
         reference_logprobs_R=_joined([s.scores and s.scores.reference_logprobs_R for s in samples]),
+        old_values_R=_joined([s.scores and s.scores.values_R for s in samples]),
+        returns_R=_joined([s.returns_R for s in samples]),
     )
 
 

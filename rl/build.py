@@ -22,8 +22,8 @@ from model.hf.files import Folder
 from model.kernels.dispatch import resolve_kernels
 from rewards.base import Reward, score
 from rewards.registry import build_reward
-from rl.advantage import KlReward, Shaping, Weighing
-from rl.algorithms.base import Algorithm
+from rl.advantage import Weighing
+from rl.algorithms.base import Algorithm, CriticAlgorithm
 from rl.algorithms.config import KlPlace
 from rl.algorithms.objective import Objective
 from rl.algorithms.overlong import Overlong
@@ -45,6 +45,7 @@ from rl.recorder import Recorder
 from rl.report import EPISODE_COLUMNS, HeldOut, RunFacts, episode_rows, machine_facts, write_report
 from rl.rollouts import Rollouts, task_limits
 from rl.run_folder import RunFolder, RunResult, commit, plain, write_atomically
+from rl.shaping import KlReward, Shaping
 from rl.start_model import with_vocabulary
 from rl.tracking import Tracker, new_run_id, resolve_mode
 from rl.warm_start import StartPlan, plan_start, warm_start
@@ -296,7 +297,7 @@ def _reward(config: RunConfig) -> Reward:
     return build_reward(config.reward, custom)
 
 
-def _algorithm(config: RunConfig) -> Algorithm:
+def _algorithm(config: RunConfig) -> Algorithm | CriticAlgorithm:
     target, params = config.algorithm.target, config.algorithm.params
     custom = None if target is None else load_target(target, params, "algorithm")
     return build_algorithm(config.algorithm, custom)

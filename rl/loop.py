@@ -20,16 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rewards.base import Reward, score_group
-from rl.advantage import Shaping, Weighing, assign_credit, has_variance, valid_episodes
-from rl.algorithms.base import Algorithm, Loss
+from rl.advantage import Weighing, assign_credit, has_variance
+from rl.algorithms.base import Algorithm, CriticAlgorithm, Loss
 from rl.batch import TrainSample
 from rl.checkpoint import Checkpoints, RunState
 from rl.config import RunConfig
+from rl.episodes import valid_episodes
 from rl.evaluate import Evaluation, Evaluator
 from rl.learner.group import LearnerGroup
 from rl.publish import Publisher
 from rl.recorder import Recorder, RoundFacts
 from rl.rollouts import Rollouts
+from rl.shaping import Shaping
 from rollout.types import ScoredGroup, WeightVersion
 
 
@@ -44,7 +46,7 @@ class Parts:
     config: RunConfig
     rollouts: Rollouts
     reward: Reward
-    algorithm: Algorithm
+    algorithm: Algorithm | CriticAlgorithm
     shaping: Shaping
     loss: Loss
     weighing: Weighing

@@ -89,6 +89,7 @@ METRICS: Mapping[str, MetricInfo] = {
         _info("loss/kl", "", _NEITHER, "Weighted KL penalty against the reference"),
         _info("loss/entropy", "", _NEITHER, "Weighted entropy bonus (negative: it is subtracted)"),
         _info("loss/value", "", _LOWER, "Value loss"),
+        _info("value/explained_variance", "frac", _HIGHER, "Share of the returns' variance that the critic explains"),
         _info("loss/balance", "", _LOWER, "Weighted load-balancing loss; its minimum is at an even load"),
         _info("loss/router_z", "", _LOWER, "Weighted router z-loss"),
         _info("loss/warm_start", "nats", _LOWER, "Cross entropy of the last supervised step of the warm start"),

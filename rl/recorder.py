@@ -132,6 +132,8 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
         "codes_changed_frac": facts.published.codes_changed_frac,
         "publish/bytes": float(facts.published.num_bytes),
     }
+    if facts.credit.explained_variance is not None:
+        values["value/explained_variance"] = facts.credit.explained_variance
     return values | _update_metrics(facts)
 
 

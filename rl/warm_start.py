@@ -146,7 +146,7 @@ def _fit(
     optimizer = dataclasses.replace(
         spec.optimizer, beta1=settings.beta1, beta2=settings.beta2, weight_decay=settings.weight_decay
     )
-    spec = dataclasses.replace(spec, optimizer=optimizer, reference=False)  # it makes the reference
+    spec = dataclasses.replace(spec, optimizer=optimizer, reference=False, value_lr=None)  # it makes the reference
     progress.stage("warm start: building the learner")
     with LearnerGroup(spec, num_ranks=1, deadline_s=config.learner.call_deadline_s) as learner:
         first = 0

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from rl.algorithms.gae import EpisodeStreams, TokenCredit
 
 Rewards = npt.NDArray[np.float64]
 
@@ -25,14 +27,23 @@ class AlgorithmError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStreams:
+    """The critic's values of the trainable tokens, now (with gradient) and at the start of the round; their targets."""
+
+    values_R: torch.Tensor
+    old_values_R: torch.Tensor
+    returns_R: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStreams:
     """The trainable tokens of a micro-batch, whole sequences only; all fp32 but `sequence_R`.
 
     `policy_logprobs_R` carries the gradient; `behavior_logprobs_R` is what the sampler recorded. `sequence_R` (int64)
     numbers the sequence of each token from 0, without gaps. `proximal_logprobs_R` are the learner's at the start of the
-    round, `reference_logprobs_R` the frozen reference's; `None` where the learner has none. `entropies` computes the
-    entropy (nats, with gradient) of the distribution of each token: nothing is computed, and no graph built, for a loss
-    that does not call it.
+    round, `reference_logprobs_R` the frozen reference's, `critic` the value head's; `None` where the learner has none.
+    `entropies` computes the entropy (nats, with gradient) of the distribution of each token: nothing is computed, and
+    no graph built, for a loss that does not call it.
     """
 
     policy_logprobs_R: torch.Tensor
@@ -42,6 +53,7 @@ class TokenStreams:
     proximal_logprobs_R: torch.Tensor | None = None
     reference_logprobs_R: torch.Tensor | None = None
     entropies: Callable[[], torch.Tensor] | None = None
+    critic: CriticStreams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,4 +88,13 @@ class Algorithm(Loss, Protocol):
 
     def advantages(self, rewards: Sequence[Rewards]) -> Sequence[Rewards | None]:
         """The advantages of each group of a round, from its rewards [G]; `None` for one that teaches nothing."""
+        ...
+
+
+@runtime_checkable
+class CriticAlgorithm(Loss, Protocol):
+    """A policy-gradient algorithm whose credit is one advantage a token, from the values of a critic."""
+
+    def token_credit(self, episodes: Sequence[EpisodeStreams]) -> Sequence[TokenCredit]:
+        """Advantages and returns of the episodes of a round."""
         ...

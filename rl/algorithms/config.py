@@ -65,6 +65,13 @@ class ImportanceLevel(StrEnum):
     geometric = auto()
 
 
+class Credit(StrEnum):
+    """What one step of generalized advantage estimation is (`rl.algorithms.gae`): a sampled token, or a whole turn."""
+
+    token = auto()
+    turn = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class AlgorithmConfig:
     """The knobs of all algorithms; `target` and `params` bring a user's own one (with `name=custom`).
@@ -75,7 +82,8 @@ class AlgorithmConfig:
     0 no reference is held. `entropy_coef` weighs the entropy bonus. Importance weights are cut at `importance_cap`.
     Groups without variance are followed by groups of further tasks at most `max_resample_rounds` times a round. An
     answer that ends in the last `overlong_buffer_frac` of env.max_tokens_per_turn is punished, at its end with
-    `overlong_coef` (0: no buffer, no punishment).
+    `overlong_coef` (0: no buffer, no punishment). PPO alone reads the rest: discount and lambda of `credit`'s steps,
+    and the value head's weight in the loss, clip (0: none) and learning rate (constant).
     """
 
     name: str = "grpo"
@@ -99,5 +107,12 @@ class AlgorithmConfig:
     max_resample_rounds: int = 0
     overlong_buffer_frac: float = 0.0
     overlong_coef: float = 1.0
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    credit: Credit = Credit.token
+    whiten_advantages: bool = True
+    value_coef: float = 0.5
+    value_clip: float = 0.2
+    value_lr: float = 1e-3
     load_balance_coef: float = 0.01
     router_z_coef: float = 0.0

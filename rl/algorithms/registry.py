@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rl.algorithms.base import Algorithm, AlgorithmError
+from rl.algorithms.base import Algorithm, AlgorithmError, CriticAlgorithm
 from rl.algorithms.cispo import Cispo
 from rl.algorithms.config import Aggregation, AlgorithmConfig
 from rl.algorithms.dapo import Dapo
 from rl.algorithms.dr_grpo import DrGrpo
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.gspo import Gspo
+from rl.algorithms.ppo import Ppo
 from rl.algorithms.reinforce_pp import ReinforcePP
 from rl.algorithms.rloo import Rloo
 from rl.algorithms.surrogate import Clip
@@ -24,10 +25,13 @@ CUSTOM = "custom"
 
 
 class Builder(NamedTuple):
-    """How an algorithm is made, and how its losses are added up unless the configuration says otherwise."""
+    """How an algorithm is made, how its losses are added up unless the configuration says otherwise, and whether the
+    learner needs a value head for it.
+    """  # noqa: D205
 
-    make: Callable[[AlgorithmConfig], Algorithm]
+    make: Callable[[AlgorithmConfig], Algorithm | CriticAlgorithm]
     aggregation: Aggregation
+    has_critic: bool = False
 
 
 def _clip(config: AlgorithmConfig) -> Clip:
@@ -66,6 +70,18 @@ def _cispo(config: AlgorithmConfig) -> Algorithm:
     return Cispo(clip_low=config.clip_low, clip_high=config.clip_high)
 
 
+def _ppo(config: AlgorithmConfig) -> CriticAlgorithm:
+    return Ppo(
+        clip=_clip(config),
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+        credit=config.credit,
+        whiten=config.whiten_advantages,
+        value_coef=config.value_coef,
+        value_clip=config.value_clip,
+    )
+
+
 BUILDERS: dict[str, Builder] = {
     "grpo": Builder(_grpo, Aggregation.token_mean),
     "dapo": Builder(_dapo, Aggregation.token_mean),
@@ -75,10 +91,13 @@ BUILDERS: dict[str, Builder] = {
     "reinforce_pp_baseline": Builder(_reinforce_pp_baseline, Aggregation.episode_mean),
     "gspo": Builder(_gspo, Aggregation.episode_mean),
     "cispo": Builder(_cispo, Aggregation.token_mean),
+    "ppo": Builder(_ppo, Aggregation.token_mean, has_critic=True),
 }
 
 
-def build_algorithm(config: AlgorithmConfig, custom: Callable[..., Algorithm] | None = None) -> Algorithm:
+def build_algorithm(
+    config: AlgorithmConfig, custom: Callable[..., Algorithm] | None = None
+) -> Algorithm | CriticAlgorithm:
     """The algorithm that `config.name` names; `custom` is the loaded `algorithm.target`, made with `params`.
 
     Raises AlgorithmError for an unknown name, or a target without the name `custom`.
@@ -99,6 +118,11 @@ def build_algorithm(config: AlgorithmConfig, custom: Callable[..., Algorithm] | 
             "set algorithm.name=custom or drop them"
         )
     return builder.make(config)
+
+
+def has_critic(config: AlgorithmConfig) -> bool:
+    """Whether the learner needs a value head."""
+    return config.name in BUILDERS and BUILDERS[config.name].has_critic
 
 
 def aggregation_of(config: AlgorithmConfig) -> Aggregation:

@@ -29,12 +29,14 @@ from model.kernels.dispatch import resolve_kernels
 from model.moe_losses import dispatch_totals, load_balancing_loss, router_sums, router_z_loss
 from model.snapshot import WeightSnapshot
 from rl.algorithms.base import Loss, TokenLoss
+from rl.algorithms.registry import has_critic
 from rl.batch import Batch, TrainSample, micro_batches
 from rl.config import RunConfig
 from rl.learner.deepspeed import DeepSpeedEngine, OptimizerSettings, Rendezvous
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.learner.reference import Reference
 from rl.learner.streams import row_entropies, token_streams
+from rl.learner.value_head import ValueHead
 from rl.parity import ParityReport, SampleParity
 from rl.scores import SampleScores
 from rollout.types import WeightVersion
@@ -50,7 +52,8 @@ class LearnerError(ValueError):
 class LearnerSpec:
     """Everything a learner needs; picklable. `start` is the model folder to start from.
 
-    With `reference` the learner keeps the start policy, frozen, and scores every sample with it.
+    With `reference` the learner keeps the start policy, frozen, and scores every sample with it; with `value_lr` it has
+    a value head that learns at this rate.
     """
 
     model: ModelConfig
@@ -62,6 +65,7 @@ class LearnerSpec:
     router_z_coef: float
     kernels: KernelChoice = KernelChoice.auto
     reference: bool = False
+    value_lr: float | None = None
 
     @classmethod
     def of(cls, config: RunConfig, *, model: ModelConfig, start: Path, num_threads: int) -> LearnerSpec:
@@ -83,6 +87,7 @@ class LearnerSpec:
             load_balance_coef=config.algorithm.load_balance_coef,
             router_z_coef=config.algorithm.router_z_coef,
             reference=config.algorithm.kl_coef > 0,
+            value_lr=config.algorithm.value_lr if has_critic(config.algorithm) else None,
         )
 
 
@@ -119,6 +124,7 @@ class Learner:
         self._engine.restore(_prefixed(load_model(spec.start).masters()), {}, 0)
         self._policy.refresh()
         self._reference = Reference(spec.model, self._kernels, self._policy.packed) if spec.reference else None
+        self._value_head = None if spec.value_lr is None else _value_head(spec, spec.value_lr)
 
     @torch.no_grad()
     def parity(self, samples: Sequence[TrainSample]) -> ParityReport:
@@ -132,7 +138,10 @@ class Learner:
             )
             entropy_sum += float(entropies_R.sum())
             reference_R = None if self._reference is None else self._logprobs(self._reference(batch), batch).numpy()
-            scores = SampleScores(proximal_logprobs_R=logprobs_R.numpy(), reference_logprobs_R=reference_R)
+            values_R = None if self._value_head is None else self._value_head(out.hidden_RD).numpy()
+            scores = SampleScores(
+                proximal_logprobs_R=logprobs_R.numpy(), reference_logprobs_R=reference_R, values_R=values_R
+            )
             reports += _sample_parities(batch, scores, out.routes_TLK)
         return ParityReport.of(reports, entropy_sum=entropy_sum)
 
@@ -176,6 +185,8 @@ class Learner:
         save_file(moments, folder / OPTIMIZER_FILE, metadata={"num_steps": str(num_steps)})
         if self._reference is not None:
             self._reference.save(folder)
+        if self._value_head is not None:
+            self._value_head.save(folder)
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, to the last bit. Raises LearnerError when it is another model's."""
@@ -187,6 +198,8 @@ class Learner:
             )
         if self._reference is not None:
             self._reference.load(folder)
+        if self._value_head is not None:
+            self._value_head.load(folder)
         self._engine.restore(_prefixed(loaded.masters()), *_load_moments(folder / OPTIMIZER_FILE))
         self._policy.refresh()
 
@@ -202,12 +215,15 @@ class Learner:
             out = self._engine.forward(batch)
             logprobs_R = self._logprobs(out, batch)
             entropies = partial(row_entropies, out.logits_RV, batch.temperatures_R)
-            token_loss = algorithm.token_loss(token_streams(batch, logprobs_R, entropies))
+            values_R = None if self._value_head is None else self._value_head(out.hidden_RD)
+            token_loss = algorithm.token_loss(token_streams(batch, logprobs_R, entropies, values_R))
             loss = (token_loss.total() * batch.weights_R).sum() / mass
             router_loss, balance, router_z_loss = self._router_loss(out, batch, num_packed)
             self._engine.backward(loss + router_loss)
             totals.add(batch, out, token_loss, mass, balance, router_z_loss, logprobs_R.detach())
         totals.add_step(self._step(lr), num_tokens)
+        if self._value_head is not None:
+            self._value_head.step()
 
     def _logprobs(self, out: PolicyOutput, batch: Batch) -> torch.Tensor:
         """Logprob of each trainable token at the temperature it was sampled at, as the behavior logprobs are."""
@@ -304,6 +320,17 @@ def _sample_parities(batch: Batch, scores: SampleScores, routes_TLK: torch.Tenso
         reports.append(SampleParity.of(sample, scores.part(row, num_rows), routes[token : token + sample.num_tokens]))
         token, row = token + sample.num_tokens, row + num_rows
     return reports
+
+
+def _value_head(spec: LearnerSpec, lr: float) -> ValueHead:
+    settings = spec.optimizer
+    return ValueHead(
+        spec.model.hidden_size,
+        lr=lr,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        max_grad_norm=settings.max_grad_norm,
+    )
 
 
 def _prefixed(masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

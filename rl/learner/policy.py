@@ -41,9 +41,10 @@ from rollout.types import WeightVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
-    """Logits of the rows that predict trainable tokens, and what the routers did with every token."""
+    """Logits and hidden states of the rows that predict trainable tokens, and what the routers did with every token."""
 
     logits_RV: torch.Tensor
+    hidden_RD: torch.Tensor
     routes_TLK: torch.Tensor
     router_logits_TE: tuple[torch.Tensor, ...]
 
@@ -80,8 +81,10 @@ class PublishedPolicy(nn.Module):
         """Run the packed batch; only `batch.rows_R` are projected to the vocabulary."""
         weights = self._readable()
         out = torch.func.functional_call(self.model, weights, (batch.ids_T, batch.positions_T, self._attend(batch)))
+        hidden_RD = out.hidden_TD[batch.rows_R]
         return PolicyOutput(
-            logits_RV=self.model.logits(out.hidden_TD[batch.rows_R], weights[self.model.output_name]),
+            logits_RV=self.model.logits(hidden_RD, weights[self.model.output_name]),
+            hidden_RD=hidden_RD,
             routes_TLK=out.routes_TLK,
             router_logits_TE=out.router_logits_TE,
         )

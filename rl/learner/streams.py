@@ -9,12 +9,20 @@ from collections.abc import Callable
 
 import torch
 
-from rl.algorithms.base import TokenStreams
+from rl.algorithms.base import CriticStreams, TokenStreams
 from rl.batch import Batch
 
 
-def token_streams(batch: Batch, logprobs_R: torch.Tensor, entropies: Callable[[], torch.Tensor]) -> TokenStreams:
-    """The streams of a micro-batch; `entropies` runs when a loss asks for it."""
+def token_streams(
+    batch: Batch,
+    logprobs_R: torch.Tensor,
+    entropies: Callable[[], torch.Tensor],
+    values_R: torch.Tensor | None,
+) -> TokenStreams:
+    """The streams of a micro-batch; `entropies` runs when a loss asks for it, `values_R` are the value head's."""
+    critic = None
+    if values_R is not None and batch.old_values_R is not None and batch.returns_R is not None:
+        critic = CriticStreams(values_R=values_R, old_values_R=batch.old_values_R, returns_R=batch.returns_R)
     return TokenStreams(
         policy_logprobs_R=logprobs_R,
         behavior_logprobs_R=batch.behavior_logprobs_R,
@@ -23,6 +31,7 @@ def token_streams(batch: Batch, logprobs_R: torch.Tensor, entropies: Callable[[]
         proximal_logprobs_R=batch.proximal_logprobs_R,
         reference_logprobs_R=batch.reference_logprobs_R,
         entropies=entropies,
+        critic=critic,
     )
 
 

@@ -1,24 +1,20 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from rl.advantage import (
-    Credit,
-    CreditError,
-    KlReward,
-    Shaping,
-    TooFewValidError,
-    Weighing,
-    assign_credit,
-    has_variance,
-    turn_lengths,
-    valid_episodes,
-)
+from rl.advantage import Credit, Weighing, assign_credit, has_variance
 from rl.algorithms.config import Aggregation, KlEstimator
+from rl.algorithms.config import Credit as CreditStep
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.overlong import Overlong
+from rl.algorithms.ppo import Ppo
 from rl.algorithms.surrogate import Clip
+from rl.batch import TrainSample
+from rl.episodes import Episodes, TooFewValidError, turn_lengths, valid_episodes
 from rl.scores import SampleScores
-from rollout.types import ScoredGroup
+from rl.shaping import KlReward, ScoresError, Shaping
+from rollout.types import RewardNode, ScoredGroup
 
 OVER_TOKENS = Weighing(aggregation=Aggregation.token_mean, length_unit=8)
 GRPO = Grpo(clip=Clip(0.2, 0.28), normalize=False)
@@ -171,10 +167,10 @@ def test_a_kl_penalty_in_the_reward_comes_before_the_baseline_summed_over_all_se
     assert advantage_of(credit) == [-0.25, -0.25, 0.25]
     assert credit.no_variance_frac == 0.0
     assert all(sample.scores is scores[sample.key] for sample in credit.samples)
-    with pytest.raises(CreditError, match=r"^sample 0000/0000/0: its credit needs the learner's scores, got none; "):
+    with pytest.raises(ScoresError, match=r"^sample 0000/0000/0: its credit needs the learner's scores, got none; "):
         assign_credit(episodes, GRPO, OVER_TOKENS, **(arguments | {"scores": {}}))
     bare = {key: SampleScores(proximal_logprobs_R=one.proximal_logprobs_R) for key, one in scores.items()}
-    with pytest.raises(CreditError, match=r"^algorithm\.kl_in: reward needs the reference's logprobs, got scores "):
+    with pytest.raises(ScoresError, match=r"^algorithm\.kl_in: reward needs the reference's logprobs, got scores "):
         assign_credit(episodes, GRPO, OVER_TOKENS, **(arguments | {"scores": bare}))
 
 
@@ -203,3 +199,109 @@ def test_whether_a_group_has_variance_is_what_credit_finds(hand):
     group = ScoredGroup(task=hand.task(), scored=(short, long))
     assert has_variance(group, shaping)
     assert not has_variance(group, Shaping())
+
+
+LEFT_TO_RIGHT = Ppo(
+    clip=Clip(0.2, 0.2), gamma=1.0, gae_lambda=1.0, credit=CreditStep.token, whiten=False, value_coef=1.0,
+    value_clip=0.0,
+)  # fmt: skip
+"""Of value 0, the advantage of a token is the sum of the rewards from it on."""
+
+
+def valued(episodes: Episodes, value: float = 0.0) -> dict[str, SampleScores]:
+    def of(sample: TrainSample) -> SampleScores:
+        count = len(sample.targets_R)
+        zeros_R = np.zeros(count, np.float32)
+        return SampleScores(
+            proximal_logprobs_R=zeros_R,
+            reference_logprobs_R=zeros_R - np.float32(0.5),
+            values_R=np.full(count, value, np.float32),
+        )
+
+    return {sample.key: of(sample) for sample in episodes.samples}
+
+
+def token_credit_of(
+    group: ScoredGroup,
+    *,
+    value: float = 0.0,
+    shaping: Shaping | None = None,
+    permute_key: tuple[int, ...] | None = None,
+) -> Credit:
+    episodes = valid_episodes([group], min_valid_frac=0.0)
+    return assign_credit(
+        episodes, LEFT_TO_RIGHT, OVER_TOKENS, scores=valued(episodes, value), shaping=shaping or Shaping(),
+        permute_key=permute_key,
+    )  # fmt: skip
+
+
+def advantages(credit: Credit) -> list[list[float]]:
+    return [sample.advantages_R.tolist() for sample in credit.samples]
+
+
+def two_turns(hand, num_observed: int) -> ScoredGroup:
+    """Turn 0 says two tokens and earns 0.25, turn 1 says one and earns 1; the root is their sum."""
+    segment = hand.segment((1,), ((), (5, 6)), (range(num_observed), (7,)))
+    parts = RewardNode(name="first", score=0.25, turn=0), RewardNode(name="last", score=1.0)
+    return ScoredGroup(task=hand.task(), scored=(hand.scored(hand.trajectory(segment), 1.25, *parts),))
+
+
+@pytest.mark.parametrize("num_observed", [1, 200])
+def test_a_turns_reward_is_at_its_last_token_and_a_long_observation_costs_no_credit(hand, num_observed: int):
+    (sample,) = token_credit_of(two_turns(hand, num_observed)).samples
+    assert sample.num_tokens == 4 + num_observed
+    assert sample.advantages_R.tolist() == [1.25, 1.25, 1.0]
+    assert sample.trained
+    assert sample.returns_R is not None
+    assert sample.returns_R.tolist() == [1.25, 1.25, 1.0]
+    (sample,) = token_credit_of(two_turns(hand, num_observed), value=0.5).samples
+    assert sample.advantages_R.tolist() == [0.75, 0.75, 0.5]  # the return less the value, lambda 1
+
+
+def test_credit_runs_over_all_segments_of_an_episode(hand):
+    segments = hand.segment((1,), ((), (5, 6))), hand.segment((1, 2), ((), (7,)), ((9,), (8,)))
+    parts = RewardNode(name="a", score=0.5, turn=0), RewardNode(name="b", score=2.0, turn=1)
+    group = ScoredGroup(task=hand.task(), scored=(hand.scored(hand.trajectory(*segments), 2.5, *parts),))
+    assert advantages(token_credit_of(group)) == [[2.5, 2.5], [2.0, 0.0]]
+
+
+def test_a_turn_without_a_token_gives_its_reward_to_the_last_one_before(hand):
+    segment = hand.segment((1,), ((), ()), ((), (5, 6)), ((9,), ()), ((), (7,)))
+    parts = [RewardNode(name=str(turn), score=2.0**turn, turn=turn) for turn in range(4)]
+    group = ScoredGroup(task=hand.task(), scored=(hand.scored(hand.trajectory(segment), 15.0, *parts),))
+    assert advantages(token_credit_of(group)) == [[15.0, 14.0, 8.0]]  # turn 0: nothing before it, so the first
+
+
+def test_an_episode_of_equal_reward_still_teaches_a_critic_and_a_masked_one_does_not(hand):
+    credit = token_credit_of(hand.group(1.0, "sandbox: lost", 1.0))
+    assert first_said(credit) == [20, 22]
+    assert advantages(credit) == [[1.0, 1.0], [1.0, 1.0]]
+    assert (credit.num_masked, credit.no_variance_frac, credit.explained_variance) == (1, 0.0, None)
+    assert token_credit_of(hand.group(1.0, 0.0), value=0.5).explained_variance == pytest.approx(0.0)
+
+
+def test_shaping_of_tokens_sums_to_that_of_the_episode(hand):
+    """KL penalties of 0.5 x 0.5 a token; the longest answer, of 2 tokens of limit 2, is punished at its end."""
+    shaping = Shaping(kl=KlReward(coef=0.5, estimator=KlEstimator.k1), overlong=Overlong(limit=2, buffer=1, coef=1.0))
+    group = two_turns(hand, 3)
+    credit = token_credit_of(group, shaping=shaping)
+    assert advantages(credit) == [[-0.5, -0.25, 0.75]]
+    episodes = valid_episodes([group], min_valid_frac=0.0)
+    ((episode,),) = episodes.with_scores(valued(episodes)).groups
+    assert shaping.episode_reward(episode) == pytest.approx(1.25 - 1.0 - 0.75)
+
+
+def test_permuted_rewards_of_a_critic_are_whole_totals_at_the_end(hand):
+    group = hand.group(*(float(i) for i in range(6)))
+    credit = token_credit_of(group, permute_key=(0, 1))
+    drawn = [row[0] for row in advantages(credit)]
+    assert all(row == [row[0]] * 2 for row in advantages(credit))
+    assert sorted(drawn) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert drawn != sorted(drawn)
+
+
+def test_a_critics_credit_without_values_is_named(hand):
+    episodes = valid_episodes([hand.group(1.0)], min_valid_frac=0.0)
+    bare = {key: replace(one, values_R=None) for key, one in valued(episodes).items()}
+    with pytest.raises(ScoresError, match=r"^sample 0000/0000/0: its credit needs the values of a critic, got scores"):
+        assign_credit(episodes, LEFT_TO_RIGHT, OVER_TOKENS, scores=bare, shaping=Shaping(), permute_key=None)

@@ -188,7 +188,7 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
         (
             "algorithm.name=ppo2",
             "algorithm.name: no such part, got ppo2; choose one of: cispo, custom, dapo, dr_grpo, "
-            "grpo, gspo, reinforce_pp, reinforce_pp_baseline, rloo",
+            "grpo, gspo, ppo, reinforce_pp, reinforce_pp_baseline, rloo",
         ),
         ("model.hidden_size=100", "model.hidden_size: must be a multiple of 32 (the MXFP4 block), got 100; use 128"),
         (

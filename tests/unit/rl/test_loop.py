@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.advantage import Shaping, Weighing
+from rl.advantage import Weighing
 from rl.algorithms.config import Aggregation
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.surrogate import Clip
@@ -17,6 +17,7 @@ from rl.config import RunConfig
 from rl.loop import Parts, learning_rate, minibatches, train
 from rl.parity import ParityError, ParityReport
 from rl.publish import Published
+from rl.shaping import Shaping
 from rollout.types import TrajectoryGroup, WeightVersion
 
 

@@ -51,7 +51,7 @@ def facts(hand) -> RoundFacts:
     )
     return RoundFacts(
         groups=(ScoredGroup(task=hand.task("a"), scored=first), ScoredGroup(task=hand.task("b"), scored=second)),
-        credit=Credit(samples=(), num_masked=1, no_variance_frac=0.5),
+        credit=Credit(samples=(), num_masked=1, no_variance_frac=0.5, explained_variance=0.75),
         parity=ParityReport(
             num_tokens=13,
             num_routed=9,
@@ -101,6 +101,7 @@ def test_the_metrics_of_a_round_by_hand(facts: RoundFacts):
         "lr": 3e-4,
         "codes_changed_frac": 2 / 16,
         "publish/bytes": 4096.0,
+        "value/explained_variance": 0.75,
         "loss/policy": -0.5,
         "loss/balance": 1.0,
         "loss/router_z": 0.75,
@@ -127,6 +128,11 @@ def test_an_update_that_did_not_happen_is_left_out(facts: RoundFacts):
         "experts/dead",
     }  # fmt: skip
     assert without == {name: value for name, value in with_update.items() if name not in left_out}
+
+
+def test_without_a_critic_nothing_is_explained(facts: RoundFacts):
+    got = round_metrics(replace(facts, credit=replace(facts.credit, explained_variance=None)), rollout_s=2.0)
+    assert "value/explained_variance" not in got
 
 
 def test_no_valid_episode_has_no_reward_entry(facts: RoundFacts):
