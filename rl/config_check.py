@@ -19,6 +19,8 @@ from envs.extension import ExtensionError, load_target
 from model import config as model_config
 from model.size import ModelSize
 from rl import machine
+from rl.algorithms import knobs
+from rl.algorithms.config import KlPlace
 from rl.config import RunConfig
 from rollout.config import ChatFormat
 
@@ -98,6 +100,9 @@ RANGES: Final[Mapping[str, Range]] = {
     "algorithm.clip_high": _POSITIVE,
     "algorithm.length_unit": _COUNT,
     "algorithm.overlong_buffer_frac": _FRACTION,
+    "algorithm.gamma": _FRACTION,
+    "algorithm.gae_lambda": _FRACTION,
+    "algorithm.value_lr": _RATE,
     "algorithm.importance_cap": Range(at_least=1, remedy="a cap below 1 would cut weights on policy; 2 is usual"),
     "env.max_turns": _COUNT,
     "env.max_tokens_per_turn": _COUNT,
@@ -136,7 +141,7 @@ RANGES: Final[Mapping[str, Range]] = {
 """Numbers that are bounded more tightly than the rule for all others: finite and not negative."""
 
 CUSTOM: Final = "custom"
-_SINGLE_EPISODES: Final = {"custom", "reinforce_pp"}
+_SINGLE_EPISODES: Final = {"custom", "ppo", "reinforce_pp"}
 """Algorithms that do not compare the episodes of a group."""
 _UNBOUNDED_BELOW: Final = {"custom", "cispo"}
 """Algorithms that work without a lower bound of the ratio."""
@@ -165,6 +170,7 @@ def _problems(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> Iterat
     yield from _out_of_range(config)
     yield from _bad_run_name(config)
     yield from _bad_targets(config, names)
+    yield from _unread(config)
     yield from _at_odds(config)
     yield from _missing_files(config)
 
@@ -219,6 +225,11 @@ def _bad_targets(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> Ite
             yield f"{name}.params: only read with {name}=custom, got {given}; add {name}=custom and {name}.target="
 
 
+def _unread(config: RunConfig) -> Iterator[str]:
+    for knob, why, remedy in knobs.unread(config.algorithm):
+        yield f"algorithm.{knob}: {why}, got {getattr(config.algorithm, knob)}; {remedy}"
+
+
 def _at_odds(config: RunConfig) -> Iterator[str]:
     """Values that are fine alone and not together."""
     env, rollout, learner = config.env, config.rollout, config.learner
@@ -231,6 +242,12 @@ def _at_odds(config: RunConfig) -> Iterator[str]:
         yield (
             f"algorithm.clip_low: must be below 1 with algorithm={config.algorithm.name}, got 1; 1 leaves ratios "
             f"without a lower bound, which is for {' and '.join(sorted(_UNBOUNDED_BELOW))}"
+        )
+    if config.algorithm.normalize_advantage and config.algorithm.kl_coef and config.algorithm.kl_in is KlPlace.reward:
+        yield (
+            "algorithm.kl_in: in a group of equal rewards only the KL penalty differs, and "
+            "algorithm.normalize_advantage makes full advantages of it, got reward; use loss, or "
+            "algorithm.normalize_advantage=false"
         )
     if config.algorithm.num_minibatches > rollout.prompts_per_round:
         yield (

@@ -26,7 +26,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -40,6 +40,7 @@ from rl.config_check import ConfigError, default_of
 CONF_FOLDER: Final = Path(__file__).resolve().parent.parent / "conf"
 CONFIG_NAME: Final = "config"
 EXPERIMENT: Final = "experiment"
+GROUPS_WITH_NAME: Final = ("env", "reward", "algorithm")
 _CLOSE_ENOUGH: Final = 0.75
 COMPOSITION_ERRORS: Final = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 """What Hydra raises for a mistake of the user; anything else is a bug and keeps its traceback."""
@@ -238,9 +239,30 @@ def compose_run(overrides: Sequence[str], *, folders: Sequence[Path] = (CONF_FOL
     extra = [f"hydra.searchpath={search}"] if search else []
     try:
         with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
-            return to_run_config(compose(CONFIG_NAME, [*overrides, *extra]))
+            composed = compose(CONFIG_NAME, [*overrides, *extra], return_hydra_config=True)
+            choices = dict(composed.hydra.runtime.choices)
+            with open_dict(composed):
+                del composed["hydra"]
+            config = to_run_config(composed)
     except COMPOSITION_ERRORS as error:
         raise explain(error, overrides) from error
+    _check_names(config, choices)
+    return config
+
+
+def _check_names(config: RunConfig, choices: Mapping[str, str]) -> None:
+    """A shipped option brings the values that belong to its part: another part's name alone would leave them behind.
+
+    Raises:
+        ConfigError: a section's name is not that of its option.
+    """
+    for group in GROUPS_WITH_NAME:
+        options, chosen, name = group_options()[group], choices.get(group), getattr(config, group).name
+        if chosen in options and name in options and name != chosen:
+            raise ConfigError(
+                f"{group}.name: belongs to the option {group}={chosen}, got {name}; write {group}={name}, which brings "
+                "its own values"
+            )
 
 
 def to_run_config(composed: DictConfig) -> RunConfig:

@@ -186,6 +186,29 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
         ("env.target=a:b", "env.target: only read with env=custom, got a:b; add env=custom"),
         ("env.params.x=3", "env.params: only read with env=custom, got x; add env=custom and env.target="),
         (
+            "algorithm.gae_lambda=0.9",
+            "algorithm.gae_lambda: not read by algorithm=grpo, got 0.9; drop it, or choose algorithm=ppo",
+        ),
+        (
+            "algorithm.length_unit=64",
+            "algorithm.length_unit: not read by algorithm=grpo, got 64; drop it, or choose "
+            "algorithm.aggregation=episode_sum",
+        ),
+        (
+            "algorithm.kl_in=reward",
+            "algorithm.kl_in: not read while algorithm.kl_coef is 0, got reward; set algorithm.kl_coef, or drop it",
+        ),
+        (
+            "algorithm.importance_level=sequence",
+            "algorithm.importance_level: not read while algorithm.importance is none, got sequence; set "
+            "algorithm.importance, or drop it",
+        ),
+        (
+            "algorithm.overlong_coef=0.5",
+            "algorithm.overlong_coef: not read while algorithm.overlong_buffer_frac is 0, got 0.5; set "
+            "algorithm.overlong_buffer_frac, or drop it",
+        ),
+        (
             "algorithm.name=ppo2",
             "algorithm.name: no such part, got ppo2; choose one of: cispo, custom, dapo, dr_grpo, "
             "grpo, gspo, ppo, reinforce_pp, reinforce_pp_baseline, rloo",
@@ -200,6 +223,111 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
 )
 def test_a_wrong_value_is_refused_in_one_line(override: str, line: str) -> None:
     assert problem("+experiment=coding", override) == line
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            ["algorithm=rloo", "algorithm.clip_high=0.5"],
+            "algorithm.clip_high: not read by algorithm=rloo, got 0.5; drop it, or choose algorithm=cispo or another "
+            "that does",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.normalize_advantage=true"],
+            "algorithm.normalize_advantage: not read by algorithm=ppo, got True; drop it, or choose algorithm=dapo or "
+            "grpo",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.max_resample_rounds=2"],
+            "algorithm.max_resample_rounds: not read by algorithm=ppo, got 2; drop it, or choose algorithm=cispo or "
+            "another that does",
+        ),
+        (
+            ["algorithm=dr_grpo", "algorithm.aggregation=token_mean", "algorithm.length_unit=64"],
+            "algorithm.length_unit: not read by algorithm=dr_grpo, got 64; drop it, or choose "
+            "algorithm.aggregation=episode_sum",
+        ),
+        (
+            ["algorithm=dapo", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            "algorithm.kl_in: in a group of equal rewards only the KL penalty differs, and "
+            "algorithm.normalize_advantage makes full advantages of it, got reward; use loss, or "
+            "algorithm.normalize_advantage=false",
+        ),
+        (
+            ["algorithm.importance=mask", "algorithm.importance_cap=0.5"],
+            "algorithm.importance_cap: must be at least 1, got 0.5; a cap below 1 would cut weights on policy; 2 is "
+            "usual",
+        ),
+    ],
+)
+def test_knobs_that_contradict_each_other_or_are_not_read_are_refused_in_one_line(given: list[str], line: str) -> None:
+    assert problem("+experiment=coding", *given) == line
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [
+            "algorithm=ppo",
+            "rollout.group_size=1",
+            "algorithm.credit=turn",
+            "algorithm.kl_coef=0.1",
+            "algorithm.kl_in=reward",
+        ],
+        ["algorithm=gspo", "algorithm.importance=mask", "algorithm.importance_level=geometric"],
+        ["algorithm.max_resample_rounds=2", "algorithm.overlong_buffer_frac=0.25", "algorithm.overlong_coef=0.5"],
+        ["algorithm=gspo", "algorithm.aggregation=episode_sum", "algorithm.length_unit=64"],
+        ["algorithm=dr_grpo", "algorithm.length_unit=64"],
+    ],
+)
+def test_knobs_that_are_read_pass(given: list[str]) -> None:
+    config_check.check(compose("+experiment=coding", *given), overrides.group_options())
+
+
+@pytest.mark.parametrize("algorithm", overrides.group_options()["algorithm"])
+def test_every_shipped_algorithm_reads_what_its_option_sets(algorithm: str) -> None:
+    own = ["algorithm.target=tests.unit.rl.test_algorithms:Mine", "algorithm.params.scale=1.0"]
+    given = [f"algorithm={algorithm}", *(own if algorithm == "custom" else [])]
+    config_check.check(compose("+experiment=coding", *given), overrides.group_options())
+
+
+def test_the_table_of_knobs_is_that_of_the_registry() -> None:
+    from rl.algorithms.config import Aggregation, AlgorithmConfig
+    from rl.algorithms.knobs import READS
+    from rl.algorithms.registry import BUILDERS
+
+    assert READS.keys() == {*BUILDERS, config_check.CUSTOM}
+    known = {field.name for field in dataclasses.fields(AlgorithmConfig)}
+    assert all(knobs <= known for knobs in READS.values())
+    for name, builder in BUILDERS.items():
+        assert ("length_unit" in READS[name]) == (builder.aggregation is Aggregation.episode_sum), name
+        assert ("value_lr" in READS[name]) == builder.has_critic, name
+
+
+def test_another_algorithms_name_alone_would_leave_its_values_behind(tmp_path) -> None:
+    line = (
+        "algorithm.name: belongs to the option algorithm=grpo, got gspo; write algorithm=gspo, which brings its own "
+        "values"
+    )
+    with pytest.raises(ConfigError) as caught:
+        compose("+experiment=coding", "algorithm.name=gspo")
+    assert str(caught.value) == line
+    assert compose("+experiment=coding", "algorithm=gspo").algorithm.clip_high == 4e-4
+    # From a user's own YAML as well; an option of the user's own names the part that it configures.
+    for group, content in (
+        ("experiment", "# @package _global_\nalgorithm:\n  name: gspo\n"),
+        ("algorithm", "name: gspo\n"),
+    ):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "mine.yaml").write_text(content)
+    folders = [overrides.CONF_FOLDER, tmp_path]
+    given = overrides.reject_unknown(["+experiment=mine"], folders=folders)
+    with pytest.raises(ConfigError) as caught:
+        overrides.compose_run(given, folders=folders)
+    assert str(caught.value) == line
+    given = overrides.reject_unknown(["+experiment=coding", "algorithm=mine"], folders=folders)
+    assert overrides.compose_run(given, folders=folders).algorithm.name == "gspo"
 
 
 def test_the_default_configuration_passes() -> None:
