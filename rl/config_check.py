@@ -110,6 +110,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "rollout.min_valid_frac": _FRACTION,
     "rollout.round_deadline_s": _POSITIVE,
     "learner.num_ranks": _COUNT,
+    "learner.expert_parallel": _COUNT,
     "learner.zero_stage": Range(at_least=1, at_most=2, remedy="use 1 (optimizer states sharded) or 2 (gradients too)"),
     "learner.micro_batch_tokens": _COUNT,
     "learner.max_grad_norm": _POSITIVE,
@@ -278,8 +279,26 @@ def _at_odds(config: RunConfig) -> Iterator[str]:
             f"rollout.chat_format: a model that the warm start trains speaks native, got {rollout.chat_format}; leave "
             "it out, or name a model with warm_start.checkpoint"
         )
-    if learner.num_ranks != 1:
-        yield f"learner.num_ranks: only one rank is implemented yet, got {learner.num_ranks}; set it to 1"
+    yield from _expert_parallel_mistakes(config)
+
+
+def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:
+    num_ranks, size = config.learner.num_ranks, config.learner.expert_parallel
+    if num_ranks % size:
+        yield (
+            f"learner.expert_parallel: groups of that many ranks must make up learner.num_ranks={num_ranks}, got "
+            f"{size}; use a divisor of it"
+        )
+    if config.model.num_experts % size:
+        yield (
+            f"learner.expert_parallel: must divide the model.num_experts={config.model.num_experts} of a layer, got "
+            f"{size}; each rank holds as many as every other"
+        )
+    if config.algorithm.bias_update_speed and not config.model.router_selection_bias:
+        yield (
+            "algorithm.bias_update_speed: moves the selection bias of a router, which this model has not, got "
+            f"{config.algorithm.bias_update_speed}; set it to 0, or use algorithm.load_balance_coef"
+        )
 
 
 def _missing_files(config: RunConfig) -> Iterator[str]:

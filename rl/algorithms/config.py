@@ -24,6 +24,14 @@ class Aggregation(StrEnum):
     episode_sum = auto()
 
 
+class BalanceScope(StrEnum):
+    """Over what the load-balancing loss takes its means; see `rl/learner/balance.py`."""
+
+    global_batch = auto()
+    micro_batch = auto()
+    sequence = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class AlgorithmConfig:
     """The knobs of all algorithms; `target` and `params` bring a user's own one (with `name=custom`).
@@ -31,6 +39,9 @@ class AlgorithmConfig:
     `lr` falls linearly to `lr_end_frac` of itself over the run. The ratio is clipped to `1 - clip_low .. 1 + clip_high`
     (clip-higher, DAPO). `normalize_advantage` divides by the group's standard deviation (GRPO alone reads it).
     `length_unit` is the number of tokens that `episode_sum` divides by.
+
+    `load_balance_coef` and `router_z_coef` weigh the router's losses. `bias_update_speed` moves the selection bias of
+    routers that have one after every step, towards an even load (DeepSeek-V3 takes 0.001); it needs no loss.
     """
 
     name: str = "grpo"
@@ -45,4 +56,6 @@ class AlgorithmConfig:
     aggregation: Aggregation = Aggregation.own
     length_unit: int = 256
     load_balance_coef: float = 0.01
+    load_balance_scope: BalanceScope = BalanceScope.global_batch
     router_z_coef: float = 0.0
+    bias_update_speed: float = 0.0
