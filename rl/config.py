@@ -31,7 +31,8 @@ class RunSection:
     """The run itself.
 
     `name` is the run's folder below `root`; `seed` keys every random number. `checkpoint_every` and `eval_every` count
-    rounds. `permute_rewards` shuffles the rewards within each group: the control that must not learn.
+    rounds. When a learner rank dies, the run goes on from its last checkpoint by itself, `max_restarts` times in a row
+    from the same one. `permute_rewards` shuffles the rewards within each group: the control that must not learn.
     """
 
     name: str = "run"
@@ -41,6 +42,7 @@ class RunSection:
     eval_every: int = 5
     checkpoint_every: int = 5
     keep_checkpoints: int = 2
+    max_restarts: int = 3
     permute_rewards: bool = False
 
 

@@ -90,6 +90,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "run.eval_every": Range(at_least=1, remedy="set it to run.rounds to evaluate only before and after"),
     "run.checkpoint_every": Range(at_least=1, remedy="set it to run.rounds for one checkpoint at the end"),
     "run.keep_checkpoints": _COUNT,
+    "run.max_restarts": _NOT_NEGATIVE,
     "algorithm.lr": _RATE,
     "algorithm.lr_end_frac": _FRACTION,
     "algorithm.num_minibatches": _COUNT,

@@ -155,6 +155,6 @@ class LearnerGroup:
     @staticmethod
     def _died(what: str, rank: int, error: RayActorError) -> RankDiedError:
         return RankDiedError(
-            f"learner: rank {rank} died while it should {what}, got {str(error).splitlines()[0]}; run the same command "
-            "again to resume from the last checkpoint"
+            f"learner: rank {rank} died while it should {what}, got {str(error).splitlines()[0]}; look for its reason "
+            "(out of memory?), and run the same command again to resume from the last checkpoint"
         )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ def make(start: Path) -> Iterator[MakeLearner]:
     """A learner from `start`; keywords change its spec or its optimizer's settings."""
     environment = dict(os.environ)
 
-    def build(**changes: float) -> Learner:
+    def build(**changes: Any) -> Learner:
         optimizer = OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.0, max_grad_norm=1e9, zero_stage=1)
         spec = LearnerSpec(
             model=MODEL, optimizer=optimizer, start=start, num_threads=1, micro_batch_tokens=10_000,
@@ -119,12 +120,18 @@ def first_gradients(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def reference_loss(
-    viewed: dict[str, torch.Tensor], samples: list[TrainSample], balance_coef: float, z_coef: float
+    viewed: dict[str, torch.Tensor],
+    samples: list[TrainSample],
+    balance_coef: float,
+    z_coef: float,
+    *,
+    replay: bool = False,
 ) -> torch.Tensor:
     """The minibatch's loss in one pass over all of it, with the model called directly."""
     model = Transformer(MODEL)
     batch = pack(samples)
-    out = torch.func.functional_call(model, viewed, (batch.ids_T, batch.positions_T, PackedAttention(batch.cu_seqlens)))
+    inputs = (batch.ids_T, batch.positions_T, PackedAttention(batch.cu_seqlens), batch.routes_TLK if replay else None)
+    out = torch.func.functional_call(model, viewed, inputs)
     logits_RV = project_logits(out.hidden_TD[batch.rows_R], viewed["model.embed_tokens.weight"])
     chosen_R = torch.log_softmax(logits_RV, -1)[torch.arange(len(batch.rows_R)), batch.target_ids_R]
     ratio_R = (chosen_R - batch.behavior_logprobs_R).exp()
@@ -419,6 +426,7 @@ def test_at_ratio_one_the_first_step_clips_nothing_and_its_loss_is_minus_the_mea
 CONTINUE = """
 import sys, json, torch
 from pathlib import Path
+from typing import Any
 torch.set_num_threads(1)
 from rl.learner.balance import BalanceSettings
 from tests.numerics import test_learner as t
