@@ -27,7 +27,7 @@ from rl.algorithms.base import Algorithm
 from rl.algorithms.registry import aggregation_of, build_algorithm
 from rl.checkpoint import Checkpoints, RunState
 from rl.cluster import ray_cluster
-from rl.config import RunConfig
+from rl.config import Placement, RunConfig
 from rl.config_check import WorkerPlan, resolve_workers
 from rl.evaluate import Evaluator
 from rl.interrupt import graceful_interrupt
@@ -182,6 +182,7 @@ def _start_workers(
         chat_format=config.rollout.chat_format,
         kernels=config.cluster.kernels,
         kv_memory_bytes=config.rollout.kv_memory_mb << 20,
+        gives_memory_back=config.cluster.placement is Placement.colocated,
     )
     return stack.enter_context(
         RolloutPool(spec, num_workers=workers.num_workers, deadline_s=config.rollout.round_deadline_s)

@@ -90,9 +90,19 @@ class ParitySection:
     max_flipped_frac: float | None = None
 
 
+class Placement(StrEnum):
+    """Whether sampling and learning have memory of their own, or take turns with the same."""
+
+    separate = "separate"
+    colocated = "colocated"
+
+
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
     """The Ray cluster: `address` None starts one on this machine and tears it down after the run.
+
+    With `placement=colocated` the rollout workers give the memory of their keys and values back while the learner
+    computes, and take it again for the next round.
 
     `kernels` is what sampler and learner compute with, on every machine of it; `auto` is the best of the machine that
     starts the run, or torch without a compiler.
@@ -100,6 +110,7 @@ class ClusterConfig:
 
     address: str | None = None
     kernels: KernelChoice = KernelChoice.auto
+    placement: Placement = Placement.separate
     object_store_mb: int = 256
     start_deadline_s: float = 90.0
 

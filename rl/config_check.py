@@ -19,7 +19,7 @@ from envs.extension import ExtensionError, load_target
 from model import config as model_config
 from model.size import ModelSize
 from rl import machine
-from rl.config import RunConfig
+from rl.config import Placement, RunConfig
 from rollout.config import ChatFormat
 
 MAX_DEFAULT_WORKERS: Final = 4
@@ -369,13 +369,27 @@ def estimate_memory_bytes(config: RunConfig, plan: WorkerPlan) -> dict[str, int]
     # Logits with their gradient and softmax, and about 40 fp32 vectors of the hidden size a layer and token.
     activations = config.learner.micro_batch_tokens * 4 * (3 * vocabulary + 40 * model.num_layers * model.hidden_size)
     worker = _WORKER_BYTES + config.env.sandboxes_per_worker * _SANDBOX_BYTES + parameters * _WORKER_BYTES_PER_PARAM
-    ranks = config.learner.num_ranks
+    ranks, keys_and_values = config.learner.num_ranks, estimate_cache_bytes(config, plan)
+    if config.cluster.placement is Placement.colocated:  # they take turns
+        keys_and_values = max(0, keys_and_values - ranks * activations)
     return {
         "Ray": _RAY_BYTES,
         "object store": config.cluster.object_store_mb * _MIB,
         f"{plan.num_workers} rollout worker{'s' * (plan.num_workers > 1)}": plan.num_workers * worker,
+        "keys and values": keys_and_values,
         "learner": ranks * (_LEARNER_BYTES + activations) + parameters * _LEARNER_BYTES_PER_PARAM,
     }
+
+
+def estimate_cache_bytes(config: RunConfig, plan: WorkerPlan) -> int:
+    """Keys and values of all episodes that the workers run together, or what `rollout.kv_memory_mb` bounds them to."""
+    if config.rollout.kv_memory_mb:
+        return plan.num_workers * config.rollout.kv_memory_mb * _MIB
+    model = config.model
+    values = model.kv_lora_rank + model.qk_rope_head_dim or 2 * model.num_kv_heads * model.head_dim
+    bytes_per_token = values * model.num_layers * (4 if model.compute_dtype is model_config.ComputeDtype.fp32 else 2)
+    episodes = max(config.rollout.prompts_per_round * config.rollout.group_size, config.evaluation.num_tasks)
+    return episodes * config.env.max_context_tokens * bytes_per_token
 
 
 def preflight(config: RunConfig) -> list[str]:
