@@ -24,7 +24,7 @@ from model.kernels.dispatch import LayerKernels
 from model.kernels.grouped_experts.cpu import PackedExperts
 from model.kernels.linear.cpu import PackedLinear
 from model.layers import HeadNorm, Linear, Mlp, Parameters, RMSNorm, side_by_side
-from model.moe import ExpertParameters, Experts, Router, Routing
+from model.moe import ExpertParameters, Experts, Router
 from model.snapshot import Format, PackedTensor, as_tensor, view
 from model.transformer import EMBEDDING, Transformer
 
@@ -54,13 +54,19 @@ class BoundExperts:
     experts: Experts
 
     def __call__(
-        self, x_TD: torch.Tensor, routing: Routing, parameters: Callable[[], ExpertParameters]
+        self,
+        x_TD: torch.Tensor,
+        chosen_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        parameters: Callable[[], ExpertParameters],
     ) -> torch.Tensor:
         """See `model.moe.PackedExperts`."""
         views = parameters() if torch.is_grad_enabled() else None
-        return self.kernels.experts(
-            x_TD, self.packed, routing.chosen_TK, routing.weights_TK, clamp=self.experts.clamp, views=views
-        )
+        return self.kernels.experts(x_TD, self.packed, chosen_TK, weights_TK, clamp=self.experts.clamp, views=views)
+
+    def combine(self, rows_ND: torch.Tensor, row_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """See `model.moe.PackedExperts`."""
+        return self.kernels.experts.combine(rows_ND, row_TK, weights_TK)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,12 +114,15 @@ class BoundTurn:
 
 
 class Binder:
-    """Packs the published weights of one configuration for kernels; `bind` again for each version."""
+    """Packs the published weights of one configuration for kernels; `bind` again for each version.
 
-    def __init__(self, config: ModelConfig, kernels: LayerKernels) -> None:
+    `expert_parallel` as the model's.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: LayerKernels, expert_parallel: int = 1) -> None:
         self._kernels = kernels
         with torch.device("meta"):
-            self._values = Transformer(config)
+            self._values = Transformer(config, expert_parallel=expert_parallel)
 
     def bind(self, model: Transformer, tensors: Mapping[str, PackedTensor]) -> None:
         """Give every layer of `model` its kernel and what `tensors` publishes for it."""

@@ -22,8 +22,10 @@ from torch import nn
 
 from model.config import Activation, ModelConfig, RouterScores
 from model.kernels.dispatch import ExpertsForward
+from model.kernels.grouped_experts import eager
 from model.kernels.grouped_experts.reference import Clamp
 from model.layers import TORCH_DTYPE, Mlp, Product
+from model.parallel.experts import ExpertExchange
 
 
 class Routing(NamedTuple):
@@ -57,9 +59,17 @@ class PackedExperts(Protocol):
     """A kernel that applies experts which were packed for it."""
 
     def __call__(
-        self, x_TD: torch.Tensor, routing: Routing, parameters: Callable[[], ExpertParameters]
+        self,
+        x_TD: torch.Tensor,
+        chosen_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        parameters: Callable[[], ExpertParameters],
     ) -> torch.Tensor:
         """fp32 [T, D]; `parameters` are the tensors that take gradients, called only where one is computed."""
+        ...
+
+    def combine(self, rows_ND: torch.Tensor, row_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """See `model.parallel.experts.Combine`."""
         ...
 
 
@@ -119,11 +129,14 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer as two fused tensors, the ones that are stored in MXFP4, and their biases."""
+    """The routed experts of a layer as two fused tensors, the ones that are stored in MXFP4, and their biases.
 
-    def __init__(self, config: ModelConfig, experts_forward: ExpertsForward) -> None:
+    All of them, or with `exchange` the share of one rank (`model/parallel/experts.py`).
+    """
+
+    def __init__(self, config: ModelConfig, experts_forward: ExpertsForward, expert_parallel: int) -> None:
         super().__init__()
-        num, hidden, width = config.num_experts, config.hidden_size, config.expert_hidden_size
+        num, hidden, width = config.num_experts // expert_parallel, config.hidden_size, config.expert_hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(num, hidden, width))
         self.gate_up_proj_bias = nn.Parameter(torch.empty(num, 2 * width)) if config.expert_bias else None
@@ -133,22 +146,33 @@ class Experts(nn.Module):
         if config.expert_activation is Activation.clamped_swiglu:
             self.clamp = Clamp(limit=config.swiglu_limit, alpha=config.swiglu_alpha)
         self.packed: PackedExperts | None = None
+        self.exchange: ExpertExchange | None = None
 
     def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
         """fp32 [T, D]: the weighted sum of each token's chosen experts."""
+        if self.exchange is None:
+            return self._compute(x_TD, routing.chosen_TK, routing.weights_TK)
+        combine = eager.combine if self.packed is None else self.packed.combine
+        return self.exchange(x_TD, routing.chosen_TK, routing.weights_TK, self._compute_rows, combine)
+
+    def _compute(self, x_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         if self.packed is not None:
-            return self.packed(x_TD, routing, lambda: self.parameters_as(x_TD.dtype))
+            return self.packed(x_TD, chosen_TK, weights_TK, lambda: self.parameters_as(x_TD.dtype))
         gate_up, down, gate_up_bias, down_bias = self.parameters_as(x_TD.dtype)
         return self.experts_forward(
             x_TD,
             gate_up,
             down,
-            routing.chosen_TK,
-            routing.weights_TK,
+            chosen_TK,
+            weights_TK,
             gate_up_bias_E2F=gate_up_bias,
             down_bias_ED=down_bias,
             clamp=self.clamp,
         )
+
+    def _compute_rows(self, x_MD: torch.Tensor, expert_M: torch.Tensor) -> torch.Tensor:
+        chosen_M1 = expert_M.unsqueeze(-1)
+        return self._compute(x_MD, chosen_M1, torch.ones(chosen_M1.shape, device=x_MD.device))
 
     def parameters_as(self, dtype: torch.dtype) -> ExpertParameters:
         """All tensors of this layer in `dtype`."""
@@ -160,11 +184,11 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Router, routed experts and, when configured, the shared expert. Returns fp32 [T, D] and the routing."""
 
-    def __init__(self, config: ModelConfig, experts_forward: ExpertsForward) -> None:
+    def __init__(self, config: ModelConfig, experts_forward: ExpertsForward, expert_parallel: int) -> None:
         super().__init__()
         self.compute_dtype = TORCH_DTYPE[config.compute_dtype]
         self.router = Router(config)
-        self.experts = Experts(config, experts_forward)
+        self.experts = Experts(config, experts_forward, expert_parallel)
         self.shared_experts = None
         if config.shared_expert_hidden_size:  # DeepSeekMoE (Dai et al. 2024, section 3.2): weight 1 for every token
             self.shared_experts = Mlp(config.hidden_size, config.shared_expert_hidden_size)

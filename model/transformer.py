@@ -44,7 +44,9 @@ class TransformerOutput:
 class Block(nn.Module):
     """Pre-norm attention, then pre-norm experts (or a dense MLP), each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer_index: int, experts_forward: ExpertsForward) -> None:
+    def __init__(
+        self, config: ModelConfig, layer_index: int, experts_forward: ExpertsForward, expert_parallel: int
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = make_attention(config, layer_index)
@@ -54,7 +56,7 @@ class Block(nn.Module):
         if self.is_dense:
             self.mlp = Mlp(config.hidden_size, config.dense_hidden_size)
         else:
-            self.mlp = MoE(config, experts_forward)
+            self.mlp = MoE(config, experts_forward, expert_parallel)
 
     def forward(
         self, x_TD: torch.Tensor, by_T1h: torch.Tensor, attend: Attend, replay_TK: torch.Tensor | None
@@ -71,21 +73,25 @@ class Block(nn.Module):
 class Backbone(nn.Module):
     """Embedding, blocks and final norm: what checkpoints call `model`."""
 
-    def __init__(self, config: ModelConfig, experts_forward: ExpertsForward) -> None:
+    def __init__(self, config: ModelConfig, experts_forward: ExpertsForward, expert_parallel: int) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, index, experts_forward) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, index, experts_forward, expert_parallel) for index in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class Transformer(nn.Module):
     """The policy. Parameters are fp32 and uninitialised until `init_weights` or a checkpoint fills them."""
 
-    def __init__(self, config: ModelConfig, *, experts: str = "eager") -> None:
+    def __init__(self, config: ModelConfig, *, experts: str = "eager", expert_parallel: int = 1) -> None:
         """Build the modules; `experts` names the version of the grouped expert MLP (`grouped_experts`).
 
+        With `expert_parallel` P, each layer has E / P experts: those of one rank (`model/parallel/groups.py`).
+
         Raises:
-            ConfigError: The configuration is invalid, or the vocabulary size is not set yet.
+            ConfigError: The configuration is invalid, the vocabulary size is not set yet, or P does not divide E.
             KernelError: No such version.
         """
         super().__init__()
@@ -94,8 +100,13 @@ class Transformer(nn.Module):
             raise ConfigError(
                 "model.vocab_size: must be set before the model is built, got 0; take it from the tokenizer"
             )
+        if config.num_experts % expert_parallel:
+            raise ConfigError(
+                f"learner.expert_parallel: must divide the {config.num_experts} experts, got {expert_parallel}; "
+                "each rank holds as many experts as every other"
+            )
         self.config = config
-        self.model = Backbone(config, grouped_experts(experts))
+        self.model = Backbone(config, grouped_experts(experts), expert_parallel)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.unembed: Product | None = None
         self._rotations = RotationTable(config.rotary_dim, config.rope)

@@ -1,15 +1,17 @@
-"""Training samples and their packing.
+"""Training samples, their packing, and who computes which.
 
 A `TrainSample` is one append-only segment with the streams of its trainable (sampled) tokens; a `Batch` is samples laid
-end to end, without padding, with `cu_seqlens` between them. Only trainable tokens have a row in the R streams, so a
-context, observation or scaffold token cannot enter a loss, and there is one mask for numerator and denominator.
+end to end, without padding, with `cu_seqlens` between them, each up to the token before its last target: what comes
+after it predicts nothing that is trained. Only trainable tokens have a row in the R streams, so a context, observation
+or scaffold token cannot enter a loss, and there is one mask for numerator and denominator.
 
 Shapes: T tokens, R trainable tokens, L MoE layers, K experts of a token, S samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +56,11 @@ class TrainSample:
     def num_tokens(self) -> int:
         """T."""
         return len(self.ids_T)
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that a learner computes: those before the last target."""
+        return int(self.targets_R[-1])
 
     @property
     def mass(self) -> float:
@@ -107,6 +114,8 @@ class Batch:
     """Packed samples. `rows_R` are the packed positions whose logits predict `target_ids_R` (one before the target).
 
     `sequence_R` numbers the sample of each trainable token. Streams of the scores are `None` without scores.
+    `routes_TLK` are the recorded experts, `None` when not every token has some. A batch that `is_padding` is computed,
+    as the other ranks wait for it, and counts nowhere.
     """
 
     samples: tuple[TrainSample, ...]
@@ -124,31 +133,40 @@ class Batch:
     reference_logprobs_R: torch.Tensor | None
     old_values_R: torch.Tensor | None
     returns_R: torch.Tensor | None
+    routes_TLK: torch.Tensor | None
+    is_padding: bool
 
     @property
     def num_tokens(self) -> int:
         """T."""
         return len(self.ids_T)
 
+    @property
+    def counted(self) -> float:
+        """What its losses are multiplied by: 0 for padding."""
+        return 0.0 if self.is_padding else 1.0
 
-def pack(samples: Sequence[TrainSample]) -> Batch:
+
+def pack(samples: Sequence[TrainSample], *, is_padding: bool = False) -> Batch:
     """Lay `samples` end to end."""
     if not samples:
         raise BatchError("batch: no samples, got an empty list; skip the update instead")
-    lengths_S = np.array([sample.num_tokens for sample in samples])
+    lengths_S = np.array([sample.num_inputs for sample in samples])
     starts_S = np.concatenate([[0], lengths_S.cumsum()])
-    targets_R = np.concatenate([sample.targets_R + start for sample, start in zip(samples, starts_S, strict=False)])
-    ids_T = np.concatenate([sample.ids_T for sample in samples])
+    rows_R = np.concatenate([sample.targets_R - 1 + start for sample, start in zip(samples, starts_S, strict=False)])
     counts_S = np.array([len(sample.targets_R) for sample in samples])
     temperatures_S = np.array([sample.temperature for sample in samples], dtype=np.float32)
     weights_S = np.array([sample.token_weight for sample in samples], dtype=np.float32)
+    have_routes = all(len(sample.routes_TLK) >= sample.num_inputs for sample in samples)
+    have_routes = have_routes and len({sample.routes_TLK.shape[1:] for sample in samples}) == 1
+    routes_TLK = np.concatenate([s.routes_TLK[: s.num_inputs] for s in samples]) if have_routes else None
     return Batch(
         samples=tuple(samples),
-        ids_T=torch.from_numpy(ids_T),
+        ids_T=torch.from_numpy(np.concatenate([sample.ids_T[: sample.num_inputs] for sample in samples])),
         positions_T=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths_S])),
         cu_seqlens=torch.from_numpy(starts_S).to(torch.int32),
-        rows_R=torch.from_numpy(targets_R - 1),
-        target_ids_R=torch.from_numpy(ids_T[targets_R]),
+        rows_R=torch.from_numpy(rows_R),
+        target_ids_R=torch.from_numpy(np.concatenate([sample.ids_T[sample.targets_R] for sample in samples])),
         behavior_logprobs_R=torch.from_numpy(np.concatenate([sample.behavior_logprobs_R for sample in samples])),
         advantages_R=torch.from_numpy(np.concatenate([sample.advantages_R for sample in samples])),
         temperatures_R=torch.from_numpy(temperatures_S.repeat(counts_S)),
@@ -158,6 +176,8 @@ def pack(samples: Sequence[TrainSample]) -> Batch:
         reference_logprobs_R=_joined([s.scores and s.scores.reference_logprobs_R for s in samples]),
         old_values_R=_joined([s.scores and s.scores.values_R for s in samples]),
         returns_R=_joined([s.returns_R for s in samples]),
+        routes_TLK=None if routes_TLK is None else torch.from_numpy(routes_TLK),
+        is_padding=is_padding,
     )
 
 
@@ -171,15 +191,33 @@ def _joined(parts: Sequence[Stream | None]) -> torch.Tensor | None:
     return torch.from_numpy(np.concatenate(there)) if there else None
 
 
-def micro_batches(samples: Iterable[TrainSample], max_tokens: int) -> Iterator[Batch]:
-    """Pack samples of like length together, longest first, at most `max_tokens` a batch (one sample always fits)."""
-    pending: list[TrainSample] = []
-    used = 0
-    for sample in sorted(samples, key=lambda sample: (-sample.num_tokens, sample.key)):
-        if pending and used + sample.num_tokens > max_tokens:
-            yield pack(pending)
-            pending, used = [], 0
-        pending.append(sample)
-        used += sample.num_tokens
-    if pending:
-        yield pack(pending)
+def micro_batches(samples: Iterable[TrainSample], max_tokens: int, *, rank: int = 0, num_ranks: int = 1) -> list[Batch]:
+    """What rank `rank` computes of `samples`: batches of at most `max_tokens` (one sample always fits).
+
+    Every rank gets as many batches as the others, of about as many tokens (longest samples first, each to the emptiest
+    batch); where there is no sample left for one, it is padding.
+    """
+    longest_first = sorted(samples, key=lambda sample: (-sample.num_inputs, sample.key))
+    if not longest_first:
+        return []
+    most = -(-len(longest_first) // num_ranks)  # then every sample has a batch of its own
+    fewest = sum(sample.num_inputs for sample in longest_first) // (max_tokens * num_ranks)
+    bins: list[list[TrainSample]] = []
+    for per_rank in range(min(max(fewest, 1), most), most + 1):
+        bins = _deal(longest_first, per_rank * num_ranks)
+        if all(len(one) == 1 or sum(s.num_inputs for s in one) <= max_tokens for one in bins if one):
+            break
+    own = bins[rank::num_ranks]  # the fullest bins come first, so each rank has one of each fullness
+    return [pack(one) if one else pack(longest_first[-1:], is_padding=True) for one in own]
+
+
+def _deal(longest_first: Sequence[TrainSample], num_bins: int) -> list[list[TrainSample]]:
+    """Each sample to the bin with the fewest tokens so far (Graham 1969), the fullest bin first."""
+    bins: list[list[TrainSample]] = [[] for _ in range(num_bins)]
+    emptiest = [(0, index) for index in range(num_bins)]
+    for sample in longest_first:
+        used, index = emptiest[0]
+        bins[index].append(sample)
+        heapq.heapreplace(emptiest, (used + sample.num_inputs, index))
+    fullness = {index: used for used, index in emptiest}
+    return [bins[index] for index in sorted(range(num_bins), key=lambda index: (-fullness[index], index))]

@@ -30,11 +30,11 @@ from rl.algorithms.overlong import Overlong
 from rl.algorithms.registry import aggregation_of, build_algorithm
 from rl.checkpoint import Checkpoints, RunState
 from rl.cluster import ray_cluster
-from rl.config import RunConfig
+from rl.config import Placement, RunConfig
 from rl.config_check import WorkerPlan, resolve_workers
 from rl.evaluate import Evaluator
 from rl.interrupt import graceful_interrupt
-from rl.learner.group import LearnerGroup
+from rl.learner.group import LearnerGroup, RankDiedError
 from rl.learner.learner import LearnerSpec
 from rl.loop import Parts, train
 from rl.metrics import METRICS_FILE, MetricsLog, read_metrics
@@ -74,23 +74,49 @@ class _Start:
 
 
 def run(config: RunConfig, folder: RunFolder) -> RunResult:
-    """Carry out a run, or what is left of it, in `folder`. Raises KeyboardInterrupt when it was asked to stop."""
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress())
+    """Carry out a run, or what is left of it, in `folder`. Raises KeyboardInterrupt when it was asked to stop.
+
+    When a learner rank dies, everything is taken down and started again from the last checkpoint.
+    """
+    with Progress() as progress:
         tasks, workers = _prepare(config, progress)
         config = _with_kernels(config, progress)
         checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
-        start = _find_start(config, checkpoints, tasks)
+        restarts, first_round = 0, 0
+        while True:
+            start = _find_start(config, checkpoints, tasks)
+            restarts = restarts + 1 if start.first_round == first_round else 0
+            first_round = start.first_round
+            try:
+                stopped = _carry_on(config, folder, progress, tasks, checkpoints, start, workers)
+                break
+            except RankDiedError as error:
+                if restarts >= config.run.max_restarts:
+                    raise
+                progress.say(f"{str(error).partition(';')[0]}; starting again from the last checkpoint")
+    if stopped:
+        raise KeyboardInterrupt
+    return _finish(config, folder, workers)
+
+
+def _carry_on(
+    config: RunConfig,
+    folder: RunFolder,
+    progress: Progress,
+    tasks: TaskSource,
+    checkpoints: Checkpoints,
+    start: _Start,
+    workers: WorkerPlan,
+) -> bool:
+    """From `start` to the last round; whether the run was asked to stop before it."""
+    with ExitStack() as stack:
         if start.plan.note:
             progress.say(start.plan.note)
         pool = _start_workers(stack, config, start.plan, workers, progress)
         _try_out(config, tasks, pool)
         if start.state is None and config.warm_start.checkpoint is None:
             warm_start(config, start.plan, tasks, pool, workers.learner_threads, progress)
-        stopped = _rounds(stack, config, folder, progress, tasks, checkpoints, start, pool, workers)
-    if stopped:
-        raise KeyboardInterrupt
-    return _finish(config, folder, workers)
+        return _rounds(stack, config, folder, progress, tasks, checkpoints, start, pool, workers)
 
 
 def make_start(config: RunConfig) -> Path:
@@ -160,6 +186,7 @@ def _start_workers(
         chat_format=config.rollout.chat_format,
         kernels=config.cluster.kernels,
         kv_memory_bytes=config.rollout.kv_memory_mb << 20,
+        gives_memory_back=config.cluster.placement is Placement.colocated,
     )
     return stack.enter_context(
         RolloutPool(spec, num_workers=workers.num_workers, deadline_s=config.rollout.round_deadline_s)

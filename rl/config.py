@@ -31,7 +31,8 @@ class RunSection:
     """The run itself.
 
     `name` is the run's folder below `root`; `seed` keys every random number. `checkpoint_every` and `eval_every` count
-    rounds. `permute_rewards` shuffles the rewards within each group: the control that must not learn.
+    rounds. When a learner rank dies, the run goes on from its last checkpoint by itself, `max_restarts` times in a row
+    from the same one. `permute_rewards` shuffles the rewards within each group: the control that must not learn.
     """
 
     name: str = "run"
@@ -41,6 +42,7 @@ class RunSection:
     eval_every: int = 5
     checkpoint_every: int = 5
     keep_checkpoints: int = 2
+    max_restarts: int = 3
     permute_rewards: bool = False
 
 
@@ -88,9 +90,19 @@ class ParitySection:
     max_flipped_frac: float | None = None
 
 
+class Placement(StrEnum):
+    """Whether sampling and learning have memory of their own, or take turns with the same."""
+
+    separate = "separate"
+    colocated = "colocated"
+
+
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
     """The Ray cluster: `address` None starts one on this machine and tears it down after the run.
+
+    With `placement=colocated` the rollout workers give the memory of their keys and values back while the learner
+    computes, and take it again for the next round.
 
     `kernels` is what sampler and learner compute with, on every machine of it; `auto` is the best of the machine that
     starts the run, or torch without a compiler.
@@ -98,6 +110,7 @@ class ClusterConfig:
 
     address: str | None = None
     kernels: KernelChoice = KernelChoice.auto
+    placement: Placement = Placement.separate
     object_store_mb: int = 256
     start_deadline_s: float = 90.0
 

@@ -21,7 +21,7 @@ from model.size import ModelSize
 from rl import machine
 from rl.algorithms import knobs
 from rl.algorithms.config import KlPlace
-from rl.config import RunConfig
+from rl.config import Placement, RunConfig
 from rollout.config import ChatFormat
 
 MAX_DEFAULT_WORKERS: Final = 4
@@ -93,6 +93,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "run.eval_every": Range(at_least=1, remedy="set it to run.rounds to evaluate only before and after"),
     "run.checkpoint_every": Range(at_least=1, remedy="set it to run.rounds for one checkpoint at the end"),
     "run.keep_checkpoints": _COUNT,
+    "run.max_restarts": _NOT_NEGATIVE,
     "algorithm.lr": _RATE,
     "algorithm.lr_end_frac": _FRACTION,
     "algorithm.num_minibatches": _COUNT,
@@ -118,6 +119,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "rollout.min_valid_frac": _FRACTION,
     "rollout.round_deadline_s": _POSITIVE,
     "learner.num_ranks": _COUNT,
+    "learner.expert_parallel": _COUNT,
     "learner.zero_stage": Range(at_least=1, at_most=2, remedy="use 1 (optimizer states sharded) or 2 (gradients too)"),
     "learner.micro_batch_tokens": _COUNT,
     "learner.max_grad_norm": _POSITIVE,
@@ -298,8 +300,26 @@ def _at_odds(config: RunConfig) -> Iterator[str]:
             f"rollout.chat_format: a model that the warm start trains speaks native, got {rollout.chat_format}; leave "
             "it out, or name a model with warm_start.checkpoint"
         )
-    if learner.num_ranks != 1:
-        yield f"learner.num_ranks: only one rank is implemented yet, got {learner.num_ranks}; set it to 1"
+    yield from _expert_parallel_mistakes(config)
+
+
+def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:
+    num_ranks, size = config.learner.num_ranks, config.learner.expert_parallel
+    if num_ranks % size:
+        yield (
+            f"learner.expert_parallel: groups of that many ranks must make up learner.num_ranks={num_ranks}, got "
+            f"{size}; use a divisor of it"
+        )
+    if config.model.num_experts % size:
+        yield (
+            f"learner.expert_parallel: must divide the model.num_experts={config.model.num_experts} of a layer, got "
+            f"{size}; each rank holds as many as every other"
+        )
+    if config.algorithm.bias_update_speed and not config.model.router_selection_bias:
+        yield (
+            "algorithm.bias_update_speed: moves the selection bias of a router, which this model has not, got "
+            f"{config.algorithm.bias_update_speed}; set it to 0, or use algorithm.load_balance_coef"
+        )
 
 
 def _missing_files(config: RunConfig) -> Iterator[str]:
@@ -369,14 +389,28 @@ def estimate_memory_bytes(config: RunConfig, plan: WorkerPlan) -> dict[str, int]
     # Logits with their gradient and softmax, and about 40 fp32 vectors of the hidden size a layer and token.
     activations = config.learner.micro_batch_tokens * 4 * (3 * vocabulary + 40 * model.num_layers * model.hidden_size)
     worker = _WORKER_BYTES + config.env.sandboxes_per_worker * _SANDBOX_BYTES + parameters * _WORKER_BYTES_PER_PARAM
-    ranks = config.learner.num_ranks
+    ranks, keys_and_values = config.learner.num_ranks, estimate_cache_bytes(config, plan)
+    if config.cluster.placement is Placement.colocated:  # they take turns
+        keys_and_values = max(0, keys_and_values - ranks * activations)
     learner = _LEARNER_BYTES_PER_PARAM + _REFERENCE_BYTES_PER_PARAM * (config.algorithm.kl_coef > 0)
     return {
         "Ray": _RAY_BYTES,
         "object store": config.cluster.object_store_mb * _MIB,
         f"{plan.num_workers} rollout worker{'s' * (plan.num_workers > 1)}": plan.num_workers * worker,
+        "keys and values": keys_and_values,
         "learner": ranks * (_LEARNER_BYTES + activations) + parameters * learner,
     }
+
+
+def estimate_cache_bytes(config: RunConfig, plan: WorkerPlan) -> int:
+    """Keys and values of all episodes that the workers run together, or what `rollout.kv_memory_mb` bounds them to."""
+    if config.rollout.kv_memory_mb:
+        return plan.num_workers * config.rollout.kv_memory_mb * _MIB
+    model = config.model
+    values = model.kv_lora_rank + model.qk_rope_head_dim or 2 * model.num_kv_heads * model.head_dim
+    bytes_per_token = values * model.num_layers * (4 if model.compute_dtype is model_config.ComputeDtype.fp32 else 2)
+    episodes = max(config.rollout.prompts_per_round * config.rollout.group_size, config.evaluation.num_tasks)
+    return episodes * config.env.max_context_tokens * bytes_per_token
 
 
 def preflight(config: RunConfig) -> list[str]:

@@ -91,13 +91,13 @@ class SampleParity:
     def of(cls, sample: TrainSample, scores: SampleScores, routes_TLK: np.ndarray) -> SampleParity:
         """Compare a sample with the learner's logprobs and routes. Raises ParityError when routes were not recorded."""
         logprobs_R = scores.proximal_logprobs_R
-        recorded = sample.routes_TLK
-        if len(recorded) != sample.num_tokens - 1:
+        recorded = sample.routes_TLK[: sample.num_inputs]
+        if recorded.shape != routes_TLK.shape:
             raise ParityError(
-                f"parity: every computed token needs its route, got {len(recorded)} rows for {sample.num_tokens} "
-                f"tokens in sample {sample.key}; the sampler must record them"
+                f"parity: every computed token needs its route, got {recorded.shape} for {routes_TLK.shape} (tokens, "
+                f"layers, experts a token) in sample {sample.key}; the sampler must record them"
             )
-        differs_TL = (np.sort(recorded, axis=-1) != np.sort(routes_TLK[: len(recorded)], axis=-1)).any(axis=-1)
+        differs_TL = (np.sort(recorded, axis=-1) != np.sort(routes_TLK, axis=-1)).any(axis=-1)
         with np.errstate(invalid="ignore"):  # two infinities: their difference is NaN, which closes the gate
             difference_R = np.abs(logprobs_R.astype(np.float64) - sample.behavior_logprobs_R)
         flipped_T = differs_TL.any(axis=-1)

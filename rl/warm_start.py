@@ -146,7 +146,10 @@ def _fit(
     optimizer = dataclasses.replace(
         spec.optimizer, beta1=settings.beta1, beta2=settings.beta2, weight_decay=settings.weight_decay
     )
-    spec = dataclasses.replace(spec, optimizer=optimizer, reference=False, value_lr=None)  # it makes the reference
+    # It makes a small model, and shall not depend on the ranks of a later run: it has one itself, with their threads.
+    num_threads *= config.learner.num_ranks
+    spec = dataclasses.replace(spec, optimizer=optimizer, num_threads=num_threads, expert_parallel=1)
+    spec = dataclasses.replace(spec, reference=False, value_lr=None)  # it makes the reference
     progress.stage("warm start: building the learner")
     with LearnerGroup(spec, num_ranks=1, deadline_s=config.learner.call_deadline_s) as learner:
         first = 0

@@ -37,7 +37,8 @@ _TOKENS_PER_STEP = 2048
 class WorkerSpec:
     """Everything a worker needs; picklable.
 
-    `max_sessions` bounds the episodes that are open together, `kv_memory_bytes` their keys and values (0: no bound).
+    `max_sessions` bounds the episodes that are open together, `kv_memory_bytes` their keys and values (0: no bound),
+    which have memory only while episodes run with `gives_memory_back`.
     """
 
     env: EnvConfig
@@ -49,6 +50,7 @@ class WorkerSpec:
     max_retries: int
     kernels: KernelChoice = KernelChoice.auto
     kv_memory_bytes: int = 0
+    gives_memory_back: bool = False
 
 
 class _MadeAtReset(Env):
@@ -101,6 +103,8 @@ class RolloutWorker:
             kernels=kernels,
             stop_ids=self._renderer.stop_ids,
         )
+        if spec.gives_memory_back:
+            self._engine.sleep()
         self._subscriber = Subscriber(spec.model, self._engine)
         self._envs = build_factory(spec.env)
 
@@ -114,6 +118,14 @@ class RolloutWorker:
 
     def run(self, jobs: Sequence[EpisodeJob], *, fresh_grading: bool) -> list[Trajectory]:
         """The trajectories of `jobs`, in their order; a broken episode is retried, then returned as a failure."""
+        self._engine.wake()
+        try:
+            return self._run(jobs, fresh_grading)
+        finally:
+            if self._spec.gives_memory_back:
+                self._engine.sleep()
+
+    def _run(self, jobs: Sequence[EpisodeJob], fresh_grading: bool) -> list[Trajectory]:
         results: dict[int, Trajectory] = {}
         pending = list(jobs)
         for _ in range(self._spec.max_retries + 1):

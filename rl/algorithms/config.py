@@ -72,18 +72,32 @@ class Credit(StrEnum):
     turn = auto()
 
 
+class BalanceScope(StrEnum):
+    """Over what the load-balancing loss takes its means; see `rl/learner/balance.py`."""
+
+    global_batch = auto()
+    micro_batch = auto()
+    sequence = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class AlgorithmConfig:
     """The knobs of all algorithms; `target` and `params` bring a user's own one (with `name=custom`).
 
     `lr` falls linearly to `lr_end_frac` of itself over the run. The ratio is clipped to `1 - clip_low .. 1 + clip_high`
     (clip-higher, DAPO). `normalize_advantage` divides by the group's standard deviation (GRPO and DAPO read it).
-    `length_unit` is the number of tokens that `episode_sum` divides by. `kl_coef` weighs the KL to the start policy; at
-    0 no reference is held. `entropy_coef` weighs the entropy bonus. Importance weights are cut at `importance_cap`.
-    Groups without variance are followed by groups of further tasks at most `max_resample_rounds` times a round. An
-    answer that ends in the last `overlong_buffer_frac` of env.max_tokens_per_turn is punished, at its end with
-    `overlong_coef` (0: no buffer, no punishment). PPO alone reads the rest: discount and lambda of `credit`'s steps,
-    and the value head's weight in the loss, clip (0: none) and learning rate (constant).
+    `length_unit` is the number of tokens that `episode_sum` divides by.
+
+    `kl_coef` weighs the KL to the start policy; at 0 no reference is held. `entropy_coef` weighs the entropy bonus.
+    Importance weights are cut at `importance_cap`. Groups without variance are followed by groups of further tasks at
+    most `max_resample_rounds` times a round. An answer that ends in the last `overlong_buffer_frac` of
+    env.max_tokens_per_turn is punished, at its end with `overlong_coef` (0: no buffer, no punishment).
+
+    PPO alone reads the discount and the lambda of `credit`'s steps, `whiten_advantages`, and the value head's weight in
+    the loss, clip (0: none) and learning rate (constant).
+
+    `load_balance_coef` and `router_z_coef` weigh the router's losses. `bias_update_speed` moves the selection bias of
+    routers that have one after every step, towards an even load (DeepSeek-V3 takes 0.001); it needs no loss.
     """
 
     name: str = "grpo"
@@ -115,4 +129,6 @@ class AlgorithmConfig:
     value_clip: float = 0.2
     value_lr: float = 1e-3
     load_balance_coef: float = 0.01
+    load_balance_scope: BalanceScope = BalanceScope.global_batch
     router_z_coef: float = 0.0
+    bias_update_speed: float = 0.0

@@ -26,11 +26,15 @@ class LearnerActor:
     def __init__(self, spec: LearnerSpec):
         self._spec = spec
 
-    def meeting_point(self) -> tuple[str, int, int]:
-        """This process's address, a free port, and its pid."""
+    def meeting_point(self) -> tuple[str, int]:
+        """This process's address and a free port."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1], os.getpid()
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
 
     def start(self, rendezvous: Rendezvous) -> None:
         """Build the learner; all ranks at the same time."""
@@ -48,11 +52,11 @@ class LearnerActor:
         """See `Learner.fit`."""
         return self._learner.fit(samples, lr)
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
         """See `Learner.snapshot`."""
         return self._learner.snapshot(version)
 
-    def digests(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str] | None:
         """See `Learner.digests`."""
         return self._learner.digests()
 

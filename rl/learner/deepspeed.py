@@ -4,17 +4,24 @@ What it settles (measured on DeepSpeed 0.19): ZeRO stage 1 or 2 (0 has no true g
 gradient-accumulation boundary (`managed_gradient_accumulation: false`, `scale_wrt_gas=False`), gradients are summed
 over ranks because the losses carry their global denominators, and AdamW is torch's fused one (DeepSpeed's own would be
 compiled on first use, for no gain here).
+
+Experts that are spread over ranks are our own module (`model/parallel/experts.py`) on DeepSpeed's process groups and
+its path for gradients: their parameters carry the two marks by which it reduces, partitions, clips and steps them over
+the ranks that hold the same experts. DeepSpeed's AutoEP would replace the module by one that knows neither biases,
+clamped units, sigmoid routers nor the published view that the forward reads here.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from model.parallel.groups import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +48,55 @@ class Rendezvous:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def join(rendezvous: Rendezvous, *, expert_parallel: int) -> Ranks:
+    """Meet the other ranks, and form groups of `expert_parallel` consecutive ones that share the experts out."""
+    os.environ.update(
+        RANK=str(rendezvous.rank),
+        WORLD_SIZE=str(rendezvous.world_size),
+        LOCAL_RANK="0",
+        MASTER_ADDR=rendezvous.address,
+        MASTER_PORT=str(rendezvous.port),
+    )
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed prints and configures logging when it is imported, so it is imported where it is used.
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import groups
+
+    # Its shared-memory collective serves inference only, and would be compiled for a minute on first use.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False)
+    expert_group = None
+    if expert_parallel > 1:
+        if _group_name(expert_parallel) not in groups._get_expert_parallel_group_dict():
+            groups._create_expert_and_data_parallel(expert_parallel)
+        expert_group = groups._get_expert_parallel_group(_group_name(expert_parallel))
+    return Ranks(rank=rendezvous.rank, num_ranks=rendezvous.world_size, expert_group=expert_group)
+
+
 class DeepSpeedEngine:
-    """One rank's engine around `module`, whose parameters are the fp32 masters."""
+    """One rank's engine around `module`, whose parameters are the fp32 `masters`; it calls them by these names.
 
-    def __init__(self, module: nn.Module, settings: OptimizerSettings, rendezvous: Rendezvous):
-        os.environ.update(
-            RANK=str(rendezvous.rank),
-            WORLD_SIZE=str(rendezvous.world_size),
-            LOCAL_RANK="0",
-            MASTER_ADDR=rendezvous.address,
-            MASTER_PORT=str(rendezvous.port),
-        )
-        on_gpu = torch.cuda.is_available()
-        if not on_gpu:
-            os.environ["DS_ACCELERATOR"] = "cpu"
-        # DeepSpeed prints and configures logging when it is imported, so it is imported where it is used.
+    `experts` names those that the ranks of an expert-parallel group share out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        masters: Mapping[str, nn.Parameter],
+        settings: OptimizerSettings,
+        ranks: Ranks,
+        experts: Collection[str],
+    ):
         import deepspeed
-        import deepspeed.ops
 
-        # Its shared-memory collective serves inference only, and would be compiled for a minute on first use.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed("nccl" if on_gpu else "gloo", verbose=False)
+        if ranks.expert_group is not None:
+            _mark_experts(module, ranks.expert_parallel, [masters[name] for name in experts])
         self._engine: Any = deepspeed.initialize(model=module, config=_deepspeed_config(settings))[0]
-        self._masters = dict(module.named_parameters())
-        self._trained = {name: master for name, master in self._masters.items() if master.requires_grad}
+        self._masters = masters
+        self.trained = {name: master for name, master in masters.items() if master.requires_grad}
 
     def forward(self, *args: Any) -> Any:
         """The module's forward, with the engine's hooks."""
@@ -88,8 +120,9 @@ class DeepSpeedEngine:
         num_steps = self._num_steps()
         if num_steps == 0:
             return {}, 0
+        self._link_state()
         moments: dict[str, torch.Tensor] = {}
-        for name, parameter in self._trained.items():
+        for name, parameter in self.trained.items():
             for moment in MOMENTS:
                 value = safe_get_full_optimizer_state(parameter, moment)
                 assert value is not None
@@ -103,19 +136,18 @@ class DeepSpeedEngine:
         optimizer = self._engine.optimizer
         has_state = num_steps > 0 or self._num_steps() > 0
         if has_state:
-            # AdamW creates its state in the first step; here it must exist before, and DeepSpeed must link to it. It
-            # links once, so state that exists already is written in place.
+            # AdamW creates its state in the first step; here it must exist before, and DeepSpeed must link to it.
             for group in optimizer.optimizer.param_groups:
                 for flat in group["params"]:
                     state = optimizer.optimizer.state[flat]
                     for moment in MOMENTS:
                         state.setdefault(moment, torch.zeros_like(flat))
                     state.setdefault("step", torch.tensor(0.0)).fill_(num_steps)
-            optimizer._lazy_init_hp_params_optimizer_state()
+            self._link_state()
         with torch.no_grad():
             for name, parameter in self._masters.items():
                 parameter.copy_(masters[name])
-                if name not in self._trained:
+                if name not in self.trained:
                     continue
                 safe_set_full_fp32_param(parameter, masters[name])
                 if has_state:
@@ -129,11 +161,41 @@ class DeepSpeedEngine:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
+    def _link_state(self) -> None:
+        """Let DeepSpeed find the optimizer's state. By itself it looks once, after the step of its first group of
+        parameters, when the groups after it (the experts) have none yet.
+        """  # noqa: D205
+        optimizer = self._engine.optimizer
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+
     def _num_steps(self) -> int:
         for state in self._engine.optimizer.optimizer.state.values():
             if "step" in state:
                 return int(state["step"])
         return 0
+
+
+def _group_name(expert_parallel: int) -> str:
+    return f"ep_size_{expert_parallel}"  # DeepSpeed's key
+
+
+def _mark_experts(module: nn.Module, expert_parallel: int, experts: Sequence[nn.Parameter]) -> None:
+    """Tell DeepSpeed which parameters are experts, and that there are some: it looks for a module of its own class."""
+    from deepspeed.moe.layer import MoE
+
+    class ExpertGroups(MoE):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.num_experts = len(experts)
+
+        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+            """The groups exist already (`join`)."""
+
+    for parameter in experts:
+        parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.group_name = _group_name(expert_parallel)  # pyright: ignore[reportAttributeAccessIssue]
+    module.add_module("expert_groups", ExpertGroups())
 
 
 def _deepspeed_config(settings: OptimizerSettings) -> dict[str, Any]:

@@ -1,14 +1,17 @@
-"""The learner's ranks as one object: starts the actors, calls all of them, waits with a deadline and a name."""
+"""The learner's ranks as one object: starts the actors, calls all of them at once, waits with a deadline and a name."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from model.snapshot import WeightSnapshot
 from rl.algorithms.base import Loss
@@ -19,30 +22,46 @@ from rl.learner.learner import LearnerSpec, UpdateReport
 from rl.parity import ParityReport
 from rollout.types import WeightVersion
 
+_LAST_WORDS_S = 5.0
+"""How long another rank may take to die of what made this one fail."""
+
 
 class LearnerGroupError(RuntimeError):
-    """A rank died or did not answer in time, or there are more ranks than can work together."""
+    """A rank did not answer in time, or the cluster has no room for all."""
+
+
+class RankDiedError(LearnerGroupError):
+    """The process of a rank ended; the last checkpoint holds what is left of its work."""
 
 
 class LearnerGroup:
-    """`num_ranks` learner actors. Use as a context manager: leaving it ends their processes."""
+    """`num_ranks` learner actors. Use as a context manager: leaving it ends their processes.
+
+    Every call goes to all ranks, which work on it together; the answer is that of rank 0.
+    """
 
     def __init__(self, spec: LearnerSpec, *, num_ranks: int, deadline_s: float):
-        if num_ranks != 1:
-            raise LearnerGroupError(
-                f"learner.num_ranks: only rank 0 is called and more would wait for each other, "
-                f"got {num_ranks}; set it to 1"
-            )
         self._deadline_s = deadline_s
+        self._actors: list[Any] = []
+        self._bundles = placement_group([{"CPU": 1}] * num_ranks, strategy="PACK")
+        if not self._bundles.wait(deadline_s):
+            remove_placement_group(self._bundles)
+            raise LearnerGroupError(
+                f"learner.num_ranks: the cluster must have a free CPU for each, got {num_ranks} ranks and "
+                f"{ray.available_resources().get('CPU', 0):.0f} free CPUs after {deadline_s:.0f} s; use fewer"
+            )
         actor_class: Any = LearnerActor  # Ray's decorator hides the class from the type checker
-        self._actors: list[Any] = [actor_class.options(num_cpus=1).remote(spec) for _ in range(num_ranks)]
-        address, port, self.pid = self._get("start", self._actors[0].meeting_point.remote())
-        starting = [
-            actor.start.remote(Rendezvous(rank=rank, world_size=num_ranks, address=address, port=port))
-            for rank, actor in enumerate(self._actors)
+        for rank in range(num_ranks):
+            place = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=rank)
+            self._actors.append(actor_class.options(num_cpus=1, scheduling_strategy=place).remote(spec))
+        meeting = [self._actors[0].meeting_point.remote()]
+        address, port = self._collect("start", meeting)[0]
+        self.pids: list[int] = self._call_all("start", "pid")
+        meetings = [
+            Rendezvous(rank=rank, world_size=num_ranks, address=address, port=port) for rank in range(num_ranks)
         ]
-        for reference in starting:
-            self._get("build its engine", reference)
+        starting = [actor.start.remote(meeting) for actor, meeting in zip(self._actors, meetings, strict=True)]
+        self._collect("build its engine", starting)
 
     def __enter__(self) -> LearnerGroup:
         return self
@@ -88,23 +107,52 @@ class LearnerGroup:
         closing = [actor.close.remote() for actor in actors]
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=5.0)
-        for actor in actors:
-            ray.kill(actor)
+            for actor in actors:
+                ray.kill(actor)
+            remove_placement_group(self._bundles)
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
-        """Call rank 0, which owns the whole model while `num_ranks` is 1."""
-        return self._get(what, getattr(self._actors[0], method).remote(*arguments))
+        return self._call_all(what, method, *arguments)[0]
 
-    def _get(self, what: str, reference: Any) -> Any:
-        try:
-            return ray.get(reference, timeout=self._deadline_s)
-        except GetTimeoutError as error:
-            raise LearnerGroupError(
-                f"learner: rank 0 did not {what} in time, got nothing for {self._deadline_s:.0f} s; look at its stack "
-                "with `py-spy dump`, or raise learner.call_deadline_s"
-            ) from error
-        except RayActorError as error:
-            raise LearnerGroupError(
-                f"learner: rank 0 died while it should {what}, got {str(error).splitlines()[0]}; run the same command "
-                "again to resume from the last checkpoint"
-            ) from error
+    def _call_all(self, what: str, method: str, *arguments: Any) -> list[Any]:
+        stored = [ray.put(argument) for argument in arguments]  # once for all ranks
+        return self._collect(what, [getattr(actor, method).remote(*stored) for actor in self._actors])
+
+    def _collect(self, what: str, references: Sequence[Any]) -> list[Any]:
+        """Every rank's answer; the first failure of any of them ends the wait, for the others now wait for it."""
+        deadline_s = time.monotonic() + self._deadline_s
+        pending = list(references)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline_s - time.monotonic()))
+            if not done:
+                waiting = ", ".join(str(references.index(reference)) for reference in pending)
+                raise LearnerGroupError(
+                    f"learner: rank {waiting} did not {what} in time, got nothing for {self._deadline_s:.0f} s; look "
+                    "at its stack with `py-spy dump`, or raise learner.call_deadline_s"
+                )
+            try:
+                ray.get(done[0])
+            except RayActorError as error:
+                raise self._died(what, references.index(done[0]), error) from error
+            except RayTaskError as error:
+                self._look_for_a_death(what, references, error)
+                raise
+        return ray.get(list(references))
+
+    def _look_for_a_death(self, what: str, references: Sequence[Any], failure: RayTaskError) -> None:
+        """A rank whose partner died fails in a collective, which says nothing of the cause: raise that instead."""
+        ray.wait(list(references), num_returns=len(references), timeout=_LAST_WORDS_S)
+        for rank, reference in enumerate(references):
+            try:
+                ray.get(reference, timeout=0)
+            except RayActorError as error:
+                raise self._died(what, rank, error) from failure
+            except (RayTaskError, GetTimeoutError):
+                continue
+
+    @staticmethod
+    def _died(what: str, rank: int, error: RayActorError) -> RankDiedError:
+        return RankDiedError(
+            f"learner: rank {rank} died while it should {what}, got {str(error).splitlines()[0]}; look for its reason "
+            "(out of memory?), and run the same command again to resume from the last checkpoint"
+        )

@@ -2,9 +2,15 @@
 
 A plain class; `rl.learner.actor` puts it into a Ray process, `rl.learner.deepspeed` runs its optimizer. It is blind to
 the algorithm: it computes logprobs, asks for the loss of each token, and adds them up with the weights that the samples
-carry over the mass of the whole minibatch, so a micro-batch boundary changes nothing in it but the order of sums. The
-router losses take their dispatch counts from the micro-batch (one pass instead of two), weighted by its share of the
-minibatch's tokens.
+carry over the mass of the whole minibatch, so a micro-batch boundary changes nothing in it but the order of sums.
+
+Of several ranks each is one of these, called with the same arguments at the same time; each computes its share of the
+micro-batches, and all return the same (what is told otherwise, rank 0 alone returns).
+
+The routers' choices are those that the sampler recorded (`router_replay`), weighed by the router as it is now: the
+experts that an update trains are the ones that acted (R3, arXiv 2510.11370). Hence the dispatch counts of a minibatch
+are known before its first micro-batch, and its balance loss does not depend on how it is cut. Without replay a pass
+without gradient counts them first.
 
 Shapes: T packed tokens, R trainable tokens, V vocabulary, L layers, K experts of a token, E experts.
 """
@@ -26,13 +32,15 @@ from safetensors.torch import load_file, save_file
 from model.checkpoint import load_model, save_model
 from model.config import KernelChoice, ModelConfig
 from model.kernels.dispatch import resolve_kernels
-from model.moe_losses import dispatch_totals, load_balancing_loss, router_sums, router_z_loss
+from model.moe_losses import DispatchTotals
 from model.snapshot import WeightSnapshot
 from rl.algorithms.base import Loss, TokenLoss
+from rl.algorithms.config import BalanceScope
 from rl.algorithms.registry import has_critic
-from rl.batch import Batch, TrainSample, micro_batches
+from rl.batch import Batch, TrainSample, micro_batches, pack
 from rl.config import RunConfig
-from rl.learner.deepspeed import DeepSpeedEngine, OptimizerSettings, Rendezvous
+from rl.learner.balance import BalanceSettings, RouterLoss, RouterLossPart, count_dispatched, update_selection_biases
+from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.learner.reference import Reference
 from rl.learner.streams import row_entropies, token_streams
@@ -61,9 +69,10 @@ class LearnerSpec:
     start: Path
     num_threads: int
     micro_batch_tokens: int
-    load_balance_coef: float
-    router_z_coef: float
+    balance: BalanceSettings = field(default_factory=BalanceSettings)
     kernels: KernelChoice = KernelChoice.auto
+    router_replay: bool = False
+    expert_parallel: int = 1
     reference: bool = False
     value_lr: float | None = None
 
@@ -84,8 +93,14 @@ class LearnerSpec:
             kernels=config.cluster.kernels,
             num_threads=num_threads,
             micro_batch_tokens=settings.micro_batch_tokens,
-            load_balance_coef=config.algorithm.load_balance_coef,
-            router_z_coef=config.algorithm.router_z_coef,
+            balance=BalanceSettings(
+                load_balance_coef=config.algorithm.load_balance_coef,
+                scope=config.algorithm.load_balance_scope,
+                router_z_coef=config.algorithm.router_z_coef,
+                bias_update_speed=config.algorithm.bias_update_speed,
+            ),
+            router_replay=settings.router_replay,
+            expert_parallel=settings.expert_parallel,
             reference=config.algorithm.kl_coef > 0,
             value_lr=config.algorithm.value_lr if has_critic(config.algorithm) else None,
         )
@@ -119,11 +134,14 @@ class Learner:
         torch.set_num_threads(spec.num_threads)
         self._spec = spec
         self._kernels = resolve_kernels(spec.kernels)
-        self._policy = PublishedPolicy(spec.model, self._kernels)
-        self._engine = DeepSpeedEngine(self._policy, spec.optimizer, rendezvous)
-        self._engine.restore(_prefixed(load_model(spec.start).masters()), {}, 0)
+        self._ranks = join(rendezvous, expert_parallel=spec.expert_parallel)
+        self._policy = PublishedPolicy(spec.model, self._kernels, self._ranks)
+        masters, experts = self._policy.masters(), self._policy.experts
+        self._engine = DeepSpeedEngine(self._policy, masters, spec.optimizer, self._ranks, experts)
+        self._engine.restore(self._own_part(load_model(spec.start).masters()), {}, 0)
         self._policy.refresh()
-        self._reference = Reference(spec.model, self._kernels, self._policy.packed) if spec.reference else None
+        start = self._policy.packed
+        self._reference = Reference(spec.model, self._kernels, self._ranks, start) if spec.reference else None
         self._value_head = None if spec.value_lr is None else _value_head(spec, spec.value_lr)
 
     @torch.no_grad()
@@ -131,19 +149,24 @@ class Learner:
         """Behavior against policy logprobs of every sample under the weights that sampled it, and its scores."""
         reports: list[SampleParity] = []
         entropy_sum = 0.0
-        for batch in micro_batches(samples, self._spec.micro_batch_tokens):
+        for batch in self._share(samples):
             out = self._policy(batch)
             logprobs_R, entropies_R = self._kernels.logprobs_with_entropies(
                 out.logits_RV, batch.target_ids_R, batch.temperatures_R
             )
-            entropy_sum += float(entropies_R.sum())
             reference_R = None if self._reference is None else self._logprobs(self._reference(batch), batch).numpy()
             values_R = None if self._value_head is None else self._value_head(out.hidden_RD).numpy()
-            scores = SampleScores(
-                proximal_logprobs_R=logprobs_R.numpy(), reference_logprobs_R=reference_R, values_R=values_R
-            )
-            reports += _sample_parities(batch, scores, out.routes_TLK)
-        return ParityReport.of(reports, entropy_sum=entropy_sum)
+            if not batch.is_padding:
+                entropy_sum += float(entropies_R.sum())
+                scores = SampleScores(
+                    proximal_logprobs_R=logprobs_R.numpy(), reference_logprobs_R=reference_R, values_R=values_R
+                )
+                reports += _sample_parities(batch, scores, out.routes_TLK)
+        shares = self._ranks.gather((reports, entropy_sum))
+        return ParityReport.of(
+            [report for reports, _ in shares for report in reports],
+            entropy_sum=math.fsum(entropy_sum for _, entropy_sum in shares),
+        )
 
     def update(self, minibatches: Sequence[Sequence[TrainSample]], algorithm: Loss, lr: float) -> UpdateReport | None:
         """One optimizer step a minibatch; `None` when no sample is trained on (every group without variance)."""
@@ -151,41 +174,57 @@ class Learner:
         for samples in minibatches:
             if samples:
                 self._minibatch(samples, algorithm, lr, totals)
+        for rank, others in enumerate(self._ranks.gather(totals)):
+            if rank != self._ranks.rank:
+                totals.absorb(others)
         return totals.report() if totals.num_steps else None
 
     def fit(self, samples: Sequence[TrainSample], lr: float) -> float:
         """One step of maximum likelihood on the samples' trainable tokens; the mean loss in nats a token."""
         num_tokens = sum(len(sample.targets_R) for sample in samples)
-        num_packed = sum(sample.num_tokens for sample in samples)
-        loss_sum = 0.0
-        for batch in micro_batches(samples, self._spec.micro_batch_tokens):
+        router_loss, loss_sum = self._router_loss(samples, None), 0.0
+        for batch in self._share(samples):
             out = self._engine.forward(batch)
-            loss = -self._logprobs(out, batch).sum() / num_tokens
-            self._engine.backward(loss + self._router_loss(out, batch, num_packed)[0])
+            loss = -self._logprobs(out, batch).sum() * batch.counted / num_tokens
+            self._engine.backward(loss + router_loss.part(out, batch).weighted)
             loss_sum += float(loss.detach())
         self._step(lr)
-        return loss_sum
+        self._policy.refresh()
+        return math.fsum(self._ranks.gather(loss_sum))
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
-        """The bytes that the forward reads now, and how many codes of each tensor changed since the last snapshot."""
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
+        """The bytes that the forward reads now, and how many codes of each tensor changed since the last snapshot.
+
+        On rank 0; `None` on the others.
+        """
         return self._policy.snapshot(version)
 
-    def digests(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str] | None:
         """See `PublishedPolicy.digests`."""
         return self._policy.digests()
 
     def view_differences(self, running: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Largest absolute difference of each tensor that `running` (what a worker decodes with) holds differently."""
-        return self._policy.view_differences(running)
+        largest: dict[str, float] = {}
+        for differences in self._ranks.gather(self._policy.view_differences(running)):
+            for name, difference in differences.items():
+                largest[name] = max(difference, largest.get(name, 0.0))
+        return largest
 
     def save(self, folder: Path) -> None:
-        """Write the masters as a model folder into `folder` (which exists), the optimizer beside them."""
+        """Write the masters as a model folder into `folder` (which exists), the optimizer beside them.
+
+        Rank 0 writes the whole model, so the folder does not tell how many ranks there were.
+        """
         moments, num_steps = self._engine.optimizer_state()
-        save_model(folder, self._spec.model, dict(self._policy.model.named_parameters()), {})
-        save_file(moments, folder / OPTIMIZER_FILE, metadata={"num_steps": str(num_steps)})
+        masters = self._gathered({name: master.detach() for name, master in self._policy.masters().items()})
+        moments = self._gathered(moments)
+        if self._ranks.rank == 0:
+            save_model(folder, self._spec.model, masters, {})
+            save_file(moments, folder / OPTIMIZER_FILE, metadata={"num_steps": str(num_steps)})
         if self._reference is not None:
             self._reference.save(folder)
-        if self._value_head is not None:
+        if self._value_head is not None and self._ranks.rank == 0:  # it is the same on all
             self._value_head.save(folder)
 
     def load(self, folder: Path) -> None:
@@ -196,34 +235,104 @@ class Learner:
                 f"checkpoint {folder.name}: must be of the model of this run, got {loaded.config}; "
                 "use the model settings it was saved with"
             )
+        moments, num_steps = _load_moments(folder / OPTIMIZER_FILE)
+        names = {f"{moment}/{name}" for name in self._engine.trained for moment in MOMENTS}
+        if num_steps and moments.keys() != names:
+            raise LearnerError(
+                f"checkpoint {folder.name}: {OPTIMIZER_FILE} must hold the moments of the {len(self._engine.trained)} "
+                f"trained parameters, got {len(moments)} tensors of other names; it was written by another release"
+            )
         if self._reference is not None:
             self._reference.load(folder)
         if self._value_head is not None:
             self._value_head.load(folder)
-        self._engine.restore(_prefixed(loaded.masters()), *_load_moments(folder / OPTIMIZER_FILE))
+        self._engine.restore(self._own_part(loaded.masters()), self._own_part(moments), num_steps)
         self._policy.refresh()
 
     def close(self) -> None:
         """Leave the process group."""
         self._engine.close()
 
+    def _own_part(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of what is stored for the whole model, this rank's; `<what>/<name>` belongs to the parameter `<name>`."""
+        return {key: self._policy.own_part(key.rpartition("/")[2], tensor) for key, tensor in tensors.items()}
+
+    def _gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The reverse of `_own_part`, on rank 0."""
+        whole = {key: self._policy.gather(key.rpartition("/")[2], tensor) for key, tensor in tensors.items()}
+        return {key: tensor for key, tensor in whole.items() if tensor is not None}
+
+    def _share(self, samples: Sequence[TrainSample]) -> list[Batch]:
+        """This rank's micro-batches; as many as every other rank's."""
+        ranks = self._ranks
+        return micro_batches(samples, self._spec.micro_batch_tokens, rank=ranks.rank, num_ranks=ranks.num_ranks)
+
     def _minibatch(self, samples: Sequence[TrainSample], algorithm: Loss, lr: float, totals: _Totals) -> None:
         num_tokens = sum(len(sample.targets_R) for sample in samples)
-        num_packed = sum(sample.num_tokens for sample in samples)
         mass = math.fsum(sample.mass for sample in samples)
-        for batch in micro_batches(samples, self._spec.micro_batch_tokens):
-            out = self._engine.forward(batch)
+        share = self._share(samples)
+        router_loss = self._router_loss(samples, self._dispatched(samples, share))
+        counts_LE = torch.zeros(len(self._spec.model.moe_layers), self._spec.model.num_experts, dtype=torch.int64)
+        for batch in share:
+            out = self._engine.forward(batch, self._replayed(batch))
             logprobs_R = self._logprobs(out, batch)
             entropies = partial(row_entropies, out.logits_RV, batch.temperatures_R)
             values_R = None if self._value_head is None else self._value_head(out.hidden_RD)
             token_loss = algorithm.token_loss(token_streams(batch, logprobs_R, entropies, values_R))
-            loss = (token_loss.total() * batch.weights_R).sum() / mass
-            router_loss, balance, router_z_loss = self._router_loss(out, batch, num_packed)
-            self._engine.backward(loss + router_loss)
-            totals.add(batch, out, token_loss, mass, balance, router_z_loss, logprobs_R.detach())
-        totals.add_step(self._step(lr), num_tokens)
+            loss = (token_loss.total() * batch.weights_R).sum() * batch.counted / mass
+            of_router = router_loss.part(out, batch)
+            self._engine.backward(loss + of_router.weighted)
+            if not batch.is_padding:
+                counts_LE += count_dispatched(out.routes_TLK, self._spec.model).counts_LE
+                totals.add(batch, token_loss, mass, of_router, logprobs_R.detach())
+        totals.add_step(self._step(lr), num_tokens, counts_LE)
         if self._value_head is not None:
-            self._value_head.step()
+            self._value_head.step(self._ranks)
+        if speed := self._spec.balance.bias_update_speed:
+            update_selection_biases(self._policy.model, self._ranks.total(counts_LE.clone()), speed)
+        self._policy.refresh()
+
+    def _replayed(self, batch: Batch) -> torch.Tensor | None:
+        """The recorded routes of a batch; `None` when the router shall choose."""
+        if not self._spec.router_replay:
+            return None
+        model = self._spec.model
+        expected = (len(model.moe_layers), model.num_experts_per_tok)
+        for sample in batch.samples:
+            found = sample.routes_TLK.shape
+            if found[0] < sample.num_inputs or found[1:] != expected:
+                raise LearnerError(
+                    f"router replay: sample {sample.key} needs the routes of {sample.num_inputs} tokens in "
+                    f"{expected[0]} layers, {expected[1]} experts each, got {found}; record them, or set "
+                    "learner.router_replay=false"
+                )
+        return batch.routes_TLK
+
+    def _router_loss(self, samples: Sequence[TrainSample], dispatched: DispatchTotals | None) -> RouterLoss:
+        return RouterLoss(
+            settings=self._spec.balance,
+            model=self._spec.model,
+            num_tokens=sum(sample.num_inputs for sample in samples),
+            num_sequences=len(samples),
+            dispatched=dispatched,
+        )
+
+    @torch.no_grad()
+    def _dispatched(self, samples: Sequence[TrainSample], share: Sequence[Batch]) -> DispatchTotals | None:
+        """How often a minibatch chooses each expert, all ranks together; `None` where no loss asks for it."""
+        settings, model = self._spec.balance, self._spec.model
+        if settings.scope is not BalanceScope.global_batch or not settings.load_balance_coef:
+            return None
+        if self._spec.router_replay:
+            routes = [self._replayed(pack([sample])) for sample in samples]
+            return count_dispatched(torch.cat([one for one in routes if one is not None]), model)
+        counts_LE = torch.zeros(len(model.moe_layers), model.num_experts, dtype=torch.int64)
+        for batch in share:
+            routes_TLK = self._policy(batch).routes_TLK
+            if not batch.is_padding:
+                counts_LE += count_dispatched(routes_TLK, model).counts_LE
+        num_tokens = sum(sample.num_inputs for sample in samples)
+        return DispatchTotals(counts_LE=self._ranks.total(counts_LE), num_tokens=num_tokens)
 
     def _logprobs(self, out: PolicyOutput, batch: Batch) -> torch.Tensor:
         """Logprob of each trainable token at the temperature it was sampled at, as the behavior logprobs are."""
@@ -235,28 +344,17 @@ class Learner:
             raise LearnerError(
                 f"learner: the gradient must be finite, got norm {grad_norm}; lower algorithm.lr or look at the batch"
             )
-        self._policy.refresh()
         return grad_norm
-
-    def _router_loss(self, out: PolicyOutput, batch: Batch, num_packed: int) -> tuple[torch.Tensor, float, float]:
-        """Weighted router losses of a micro-batch, times its share of the minibatch's tokens; and both unweighted."""
-        share = batch.num_tokens / num_packed
-        real_T = torch.ones(batch.num_tokens, dtype=torch.bool)  # packed: every token is real
-        totals = dispatch_totals(out.routes_TLK, real_T, self._spec.model.num_experts)
-        sums = router_sums(out.router_logits_TE, real_T, self._spec.model.router_scores)
-        balance = load_balancing_loss(sums, totals) * share
-        z_loss = router_z_loss(sums, totals) * share
-        weighted = self._spec.load_balance_coef * balance + self._spec.router_z_coef * z_loss
-        return weighted, float(balance.detach()), float(z_loss.detach())
 
 
 class _Totals:
-    """Sums over the micro-batches of a round."""
+    """Sums over the micro-batches of a round: those of this rank, and of the others once they are absorbed."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self._num_tokens = 0
-        self._sums = dict.fromkeys(("policy", "balance", "router_z", "clipped", "kl", "grad_norm"), 0.0)
+        self._grad_norms = 0.0
+        self._sums: dict[str, float] = dict.fromkeys(("policy", "balance", "router_z", "clipped", "kl"), 0.0)
         self._terms: defaultdict[str, float] = defaultdict(float)
         self._watched: defaultdict[str, float] = defaultdict(float)
         self._load_LE: np.ndarray | None = None
@@ -264,34 +362,41 @@ class _Totals:
     def add(
         self,
         batch: Batch,
-        out: PolicyOutput,
         token_loss: TokenLoss,
         mass: float,
-        balance: float,
-        router_z_loss: float,
+        of_router: RouterLossPart,
         logprobs_R: torch.Tensor,
     ) -> None:
+        """Count a micro-batch."""
         log_ratio_R = logprobs_R - batch.behavior_logprobs_R
         self._sums["policy"] += float((token_loss.loss_R.detach() * batch.weights_R).sum() / mass)
         for name, term_R in token_loss.terms.items():
             self._terms[name] += float((term_R.detach() * batch.weights_R).sum() / mass)
         for name, value_R in token_loss.watched.items():
             self._watched[name] += float(value_R.sum())
-        self._sums["balance"] += balance
-        self._sums["router_z"] += router_z_loss
+        self._sums["balance"] += of_router.balance
+        self._sums["router_z"] += of_router.router_z
         self._sums["clipped"] += float(token_loss.clipped_R.sum())
         # The k3 estimator of KL(behavior || policy), never negative (Schulman 2020).
         self._sums["kl"] += float((log_ratio_R.expm1() - log_ratio_R).sum())
-        num_experts = out.router_logits_TE[0].shape[-1]
-        counts_LE = np.stack(
-            [np.bincount(layer.reshape(-1), minlength=num_experts) for layer in out.routes_TLK.numpy().swapaxes(0, 1)]
-        )
-        self._load_LE = counts_LE if self._load_LE is None else self._load_LE + counts_LE
 
-    def add_step(self, grad_norm: float, num_tokens: int) -> None:
+    def add_step(self, grad_norm: float, num_tokens: int, counts_LE: torch.Tensor) -> None:
+        """Count a step: norm and tokens are those of all ranks, the choices those of this one."""
         self.num_steps += 1
         self._num_tokens += num_tokens
-        self._sums["grad_norm"] += grad_norm
+        self._grad_norms += grad_norm
+        self._load_LE = counts_LE.numpy() if self._load_LE is None else self._load_LE + counts_LE.numpy()
+
+    def absorb(self, other: _Totals) -> None:
+        """Add what another rank counted in the same steps."""
+        if other._load_LE is None:
+            return
+        assert self._load_LE is not None
+        self._load_LE = self._load_LE + other._load_LE
+        self._sums = {name: value + other._sums[name] for name, value in self._sums.items()}
+        for own, others in ((self._terms, other._terms), (self._watched, other._watched)):
+            for name, value in others.items():  # a rank that had nothing but padding has no names
+                own[name] += value
 
     def report(self) -> UpdateReport:
         assert self._load_LE is not None
@@ -303,7 +408,7 @@ class _Totals:
             router_z_loss=self._sums["router_z"] / self.num_steps,
             clip_frac=self._sums["clipped"] / self._num_tokens,
             kl_behavior_policy=self._sums["kl"] / self._num_tokens,
-            grad_norm=self._sums["grad_norm"] / self.num_steps,
+            grad_norm=self._grad_norms / self.num_steps,
             expert_load_LE=self._load_LE / self._load_LE.sum(axis=1, keepdims=True),
             terms={name: total / self.num_steps for name, total in self._terms.items()},
             watched={name: total / self._num_tokens for name, total in self._watched.items()},
@@ -317,8 +422,8 @@ def _sample_parities(batch: Batch, scores: SampleScores, routes_TLK: torch.Tenso
     token = row = 0
     for sample in batch.samples:
         num_rows = len(sample.targets_R)
-        reports.append(SampleParity.of(sample, scores.part(row, num_rows), routes[token : token + sample.num_tokens]))
-        token, row = token + sample.num_tokens, row + num_rows
+        reports.append(SampleParity.of(sample, scores.part(row, num_rows), routes[token : token + sample.num_inputs]))
+        token, row = token + sample.num_inputs, row + num_rows
     return reports
 
 
@@ -331,11 +436,6 @@ def _value_head(spec: LearnerSpec, lr: float) -> ValueHead:
         beta2=settings.beta2,
         max_grad_norm=settings.max_grad_norm,
     )
-
-
-def _prefixed(masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Files hold the transformer's own names; the engine's module wraps it as `model`."""
-    return {f"model.{name}": tensor for name, tensor in masters.items()}
 
 
 def _load_moments(file: Path) -> tuple[dict[str, torch.Tensor], int]:

@@ -23,11 +23,15 @@ from model.config import ModelConfig
 from model.kernel_attention import KernelAttention
 from model.kernels.dispatch import Kernels
 from model.layers import TORCH_DTYPE
+from model.moe import Experts
 from model.packed_attention import PackedAttention
+from model.parallel.experts import ExpertExchange
+from model.parallel.groups import Ranks
 from model.snapshot import (
     PackedTensor,
     StraightThrough,
     WeightSnapshot,
+    as_tensor,
     codes_changed,
     digest,
     make_snapshot,
@@ -50,13 +54,21 @@ class PolicyOutput:
 
 
 class PublishedPolicy(nn.Module):
-    """A transformer whose forward reads the published view of its parameters."""
+    """A transformer whose forward reads the published view of its parameters; its experts are those of this rank."""
 
-    def __init__(self, config: ModelConfig, kernels: Kernels):
+    def __init__(self, config: ModelConfig, kernels: Kernels, ranks: Ranks):
         super().__init__()
-        self.model = Transformer(config)
+        self.model = Transformer(config, expert_parallel=ranks.expert_parallel)
         self._kernels = kernels
-        self._binder = None if kernels.layers is None else Binder(config, kernels.layers)
+        self._binder = None if kernels.layers is None else Binder(config, kernels.layers, ranks.expert_parallel)
+        self._experts: dict[str, slice] = {}
+        self._ranks = ranks
+        for path, module in self.model.named_modules():
+            if isinstance(module, Experts):
+                if ranks.expert_group is not None:
+                    module.exchange = ExpertExchange(ranks.expert_group, config.num_experts)
+                own = ranks.own_experts(config.num_experts)
+                self._experts |= {f"{path}.{name}": own for name, _ in module.named_parameters()}
         self._dtype = TORCH_DTYPE[config.compute_dtype]
         self._packed: dict[str, PackedTensor] = {}
         self._views: dict[str, torch.Tensor] = {}
@@ -69,7 +81,7 @@ class PublishedPolicy(nn.Module):
 
     @torch.no_grad()
     def read(self, packed: Mapping[str, PackedTensor]) -> None:
-        """Read these published bytes from now on."""
+        """Read these published bytes of this rank from now on."""
         self._packed = dict(packed)
         self._views = {
             name: view(packed, self._dtype, self._kernels.dequantize) for name, packed in self._packed.items()
@@ -77,10 +89,11 @@ class PublishedPolicy(nn.Module):
         if self._binder is not None:
             self._binder.bind(self.model, self._packed)
 
-    def forward(self, batch: Batch) -> PolicyOutput:
+    def forward(self, batch: Batch, replay_TLK: torch.Tensor | None = None) -> PolicyOutput:
         """Run the packed batch; only `batch.rows_R` are projected to the vocabulary."""
         weights = self._readable()
-        out = torch.func.functional_call(self.model, weights, (batch.ids_T, batch.positions_T, self._attend(batch)))
+        inputs = (batch.ids_T, batch.positions_T, self._attend(batch), replay_TLK)
+        out = torch.func.functional_call(self.model, weights, inputs)
         hidden_RD = out.hidden_TD[batch.rows_R]
         return PolicyOutput(
             logits_RV=self.model.logits(hidden_RD, weights[self.model.output_name]),
@@ -91,18 +104,25 @@ class PublishedPolicy(nn.Module):
 
     @property
     def packed(self) -> Mapping[str, PackedTensor]:
-        """The published bytes that the forward reads now."""
+        """The published bytes that the forward reads now; of the experts, this rank's."""
         return self._packed
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
-        """The packed bytes as version `version`, and (changed, all) codes of each tensor since the last snapshot."""
-        changed = codes_changed(self._published, self._packed) if self._published else {}
-        self._published = self._packed
-        return make_snapshot(version, self._packed), changed
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
+        """The packed bytes as version `version`, and (changed, all) codes of each tensor since the last snapshot.
 
-    def digests(self) -> dict[str, str]:
-        """The digest of every tensor that the forward reads now (`model.snapshot.digest`)."""
-        return {name: digest(name, packed) for name, packed in self._packed.items()}
+        On rank 0; `None` on the others, whose experts travel to it.
+        """
+        packed = self.whole()
+        if packed is None:
+            return None
+        changed = codes_changed(self._published, packed) if self._published else {}
+        self._published = packed
+        return make_snapshot(version, packed), changed
+
+    def digests(self) -> dict[str, str] | None:
+        """On rank 0, the digest of every tensor that the forward reads now (`model.snapshot.digest`)."""
+        packed = self.whole()
+        return None if packed is None else {name: digest(name, tensor) for name, tensor in packed.items()}
 
     def view_differences(self, running: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, float]:
         """Largest absolute difference of each tensor that `running` holds differently from the view read here."""
@@ -110,9 +130,52 @@ class PublishedPolicy(nn.Module):
         for name, viewed in self._views.items():
             if name not in running:
                 differences[name] = float("inf")
-            elif not torch.equal(other := torch.from_numpy(running[name].copy()), own := viewed.float()):
+                continue
+            other = torch.from_numpy(running[name][self._experts.get(name, ...)].copy())
+            if not torch.equal(other, own := viewed.float()):
                 differences[name] = float((other - own).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).max())
         return differences
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        """This rank's fp32 masters under the transformer's names; its experts are a slice of each layer's."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def experts(self) -> list[str]:
+        """Names of the parameters of which this rank holds a part, or would with more ranks."""
+        return list(self._experts)
+
+    def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Of a parameter of the whole model (or what has its shape), the part that this rank holds."""
+        return whole[self._experts[name]].clone() if name in self._experts else whole
+
+    def gather(self, name: str, own: torch.Tensor) -> torch.Tensor | None:
+        """What `own_part` was taken of, on rank 0; `None` on the others. All ranks call it."""
+        if name in self._experts:
+            return self._ranks.gather_experts(own)
+        return own if self._ranks.rank == 0 else None
+
+    def own_packed(self, whole: Mapping[str, PackedTensor]) -> dict[str, PackedTensor]:
+        """Of the published bytes of a whole model, the part that this rank holds."""
+        own = dict(whole)
+        for name, part in self._experts.items():
+            payload, scales = whole[name].payload[part], whole[name].scales[part]
+            shape = (len(payload), *whole[name].shape[1:])
+            own[name] = PackedTensor(format=whole[name].format, shape=shape, payload=payload, scales=scales)
+        return own
+
+    def whole(self) -> dict[str, PackedTensor] | None:
+        """The packed bytes of the whole model, on rank 0; `None` on the others. All ranks call it."""
+        whole: dict[str, PackedTensor] = {}
+        for name, packed in self._packed.items():
+            payload, scales = (self.gather(name, as_tensor(array)) for array in (packed.payload, packed.scales))
+            if payload is None or scales is None:
+                continue
+            shape = (len(payload), *packed.shape[1:]) if name in self._experts else packed.shape
+            whole[name] = PackedTensor(
+                format=packed.format, shape=shape, payload=payload.numpy(), scales=scales.numpy()
+            )
+        return whole if self._ranks.rank == 0 else None
 
     def _attend(self, batch: Batch) -> Attend:
         """Attention within the sequences; with kernels, what an engine computes on its cache, latents included."""

@@ -16,6 +16,7 @@ from model.checkpoint import load_model, save_model
 from model.config import ModelConfig
 from model.kernels.dispatch import Kernels
 from model.loaded import Form
+from model.parallel.groups import Ranks
 from model.snapshot import PackedTensor
 from rl.batch import Batch
 from rl.learner.policy import PolicyOutput, PublishedPolicy
@@ -28,16 +29,18 @@ class MissingReferenceError(ValueError):
 
 
 class Reference:
-    """A policy whose weights are `packed` and never change; its fp32 masters are given up."""
+    """A policy whose weights never change: `packed` is this rank's part of them. Its fp32 masters are given up.
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, packed: Mapping[str, PackedTensor]):
+    All ranks call its methods together.
+    """
+
+    def __init__(self, config: ModelConfig, kernels: Kernels, ranks: Ranks, packed: Mapping[str, PackedTensor]):
         self._config = config
-        self._policy = PublishedPolicy(config, kernels)
+        self._policy = PublishedPolicy(config, kernels, ranks)
         for master in self._policy.parameters():
             master.requires_grad_(False)
             master.data = torch.empty(0)
-        self._packed = dict(packed)
-        self._policy.read(self._packed)
+        self._policy.read(packed)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> PolicyOutput:
@@ -45,10 +48,12 @@ class Reference:
         return self._policy(batch)
 
     def save(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder, as a published model of its own."""
-        inner = folder / REFERENCE_FOLDER
-        inner.mkdir()
-        save_model(inner, self._config, self._packed, {})
+        """Write it into a checkpoint's folder, as a published model of its own; rank 0 writes the whole of it."""
+        whole = self._policy.whole()
+        if whole is not None:
+            inner = folder / REFERENCE_FOLDER
+            inner.mkdir()
+            save_model(inner, self._config, whole, {})
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote. Raises MissingReferenceError when it is not there, or is not of this model."""
@@ -65,5 +70,4 @@ class Reference:
                 f"checkpoint {folder.name}: its reference must be of the model of this run, got {loaded.config}; "
                 "use the model settings it was saved with"
             )
-        self._packed = packed
-        self._policy.read(packed)
+        self._policy.read(self._policy.own_packed(packed))

@@ -19,6 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from model.parallel.groups import Ranks
+
 VALUE_HEAD_FILE = "value_head.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,14 +43,15 @@ class ValueHead(nn.Module):
         """fp32 [R]."""
         return hidden_RD.float() @ self.weight + self.bias
 
-    def step(self) -> None:
-        """Clip the gradient (of the head alone), update, clear it; all ranks at the same time."""
-        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters()]
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            for gradient in gradients:
-                torch.distributed.all_reduce(gradient)
-        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+    def step(self, ranks: Ranks) -> None:
+        """Add the ranks' gradients up, clip (that of the head alone), update, clear; all ranks call it.
+
+        The sum is in rank order on every rank, so that the heads stay the same to the last bit.
+        """
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters()]
+        everyones = ranks.gather(own)
+        for index, parameter in enumerate(self.parameters()):
+            parameter.grad = torch.stack([gradients[index] for gradients in everyones]).sum(0)
         nn.utils.clip_grad_norm_(self.parameters(), self._max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()

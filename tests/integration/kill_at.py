@@ -1,6 +1,7 @@
 """rl.train, killing itself (SIGKILL) in a stage: `python -m tests.integration.kill_at STAGE NUMBER -- <overrides>`.
 
-The kill comes from inside the driver, in the middle of the stage: its remote calls were sent and are not done.
+The kill comes from inside the driver, in the middle of the stage: its remote calls were sent and are not done. The
+stage `rank` kills a learner rank in the middle of an update instead, and the driver lives on.
 """
 
 from __future__ import annotations
@@ -30,6 +31,23 @@ def die_during(owner: Any, method: str, number: int, after_s: float) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, method, wrapped)
+
+
+def kill_rank(number: int, after_s: float) -> None:
+    """Kill the last rank of the learner `after_s` into update `number` (from 1) of the process."""
+    from rl.learner.group import LearnerGroup
+
+    original = LearnerGroup.update
+    calls = 0
+
+    def wrapped(self: LearnerGroup, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            threading.Timer(after_s, os.kill, (self.pids[-1], signal.SIGKILL)).start()
+        return original(self, *args)
+
+    LearnerGroup.update = wrapped
 
 
 def die_after(owner: Any, method: str, number: int) -> None:
@@ -63,6 +81,8 @@ def arm(stage: str, number: int) -> None:
         die_during(rl.rollouts.Rollouts, "collect", number, after_s=0.1)
     elif stage == "update":
         die_during(LearnerGroup, "update", number, after_s=0.02)
+    elif stage == "rank":
+        kill_rank(number, after_s=0.02)
     elif stage == "publish":
         die_during(RolloutPool, "publish", number, after_s=0.005)
     elif stage == "checkpoint":

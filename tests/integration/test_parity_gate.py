@@ -21,6 +21,7 @@ from model.transformer import Transformer, init_weights
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.surrogate import Clip
 from rl.batch import TrainSample
+from rl.learner.balance import BalanceSettings
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
 from rl.parity import BOUNDS as BOUNDS_OF
@@ -152,8 +153,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
         start=start,
         num_threads=1,
         micro_batch_tokens=512,
-        load_balance_coef=0.01,
-        router_z_coef=0.0,
+        balance=BalanceSettings(load_balance_coef=0.01),
     )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -42,8 +43,11 @@ SMALL = [
 ]
 
 
-def command(folder: Path, *, kill: tuple[str, int] | None = None) -> list[str]:
-    arguments = [*SMALL, f"run.root={folder}", f"warm_start.cache={folder}/warm"]
+TWO_RANKS = ["cluster=local_ep2", "run.rounds=20", "run.checkpoint_every=4", "run.eval_every=10"]
+
+
+def command(folder: Path, *more: str, kill: tuple[str, int] | None = None) -> list[str]:
+    arguments = [*SMALL, f"run.root={folder}", f"warm_start.cache={folder}/warm", *more]
     if kill is None:
         return [sys.executable, "-m", "rl.train", *arguments]
     return [sys.executable, "-m", "tests.integration.kill_at", kill[0], str(kill[1]), "--", *arguments]
@@ -64,8 +68,9 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def run_to_the_end(folder: Path) -> str:
-    done = subprocess.run(command(folder), cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+def run_to_the_end(folder: Path, *more: str, kill: tuple[str, int] | None = None) -> str:
+    argv = command(folder, *more, kill=kill)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -125,3 +130,19 @@ def test_killed_run_resumes_and_ends_equal(
     assert outcome(tmp_path) == undisturbed
     leftovers = [path for path in Path("/tmp").glob("rl-*") if (path / "owner.json").is_file()]
     assert not [p for p in leftovers if json.loads((p / "owner.json").read_text())["pid"] == process.pid]
+
+
+@pytest.mark.timeout(660)
+def test_a_run_whose_learner_rank_is_killed_goes_on_by_itself_and_ends_equal(tmp_path: Path) -> None:
+    """Twenty rounds of two ranks that share the experts out; one is killed in some round between two checkpoints."""
+    run_to_the_end(tmp_path / "undisturbed", *TWO_RANKS)
+    expected = outcome(tmp_path / "undisturbed")
+    rows = expected["rows"]
+    assert isinstance(rows, list)
+    assert [row["round"] for row in rows] == list(range(21))
+    assert {row["parity/max_abs_nats"] for row in rows[1:]} == {0.0}
+    number = random.Random().choice([6, 7, 8, 10, 11, 12, 14, 15])
+    said = run_to_the_end(tmp_path / "killed", *TWO_RANKS, kill=("rank", number))
+    assert "learner: rank 1 died while it should update" in said, number
+    assert "starting again from the last checkpoint" in said
+    assert outcome(tmp_path / "killed") == expected, number

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,15 +68,16 @@ def make(start: Path) -> Iterator[MakeLearner]:
     """A learner from `start`; keywords change its spec or its optimizer's settings."""
     environment = dict(os.environ)
 
-    def build(**changes: float) -> Learner:
+    def build(**changes: Any) -> Learner:
         optimizer = OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.0, max_grad_norm=1e9, zero_stage=1)
         spec = LearnerSpec(
             model=MODEL, optimizer=optimizer, start=start, num_threads=1, micro_batch_tokens=10_000,
-            load_balance_coef=0.0, router_z_coef=0.0,
         )  # fmt: skip
-        of_optimizer = {name: value for name, value in changes.items() if hasattr(optimizer, name)}
-        of_spec = {name: value for name, value in changes.items() if name not in of_optimizer}
-        spec = dataclasses.replace(spec, optimizer=dataclasses.replace(optimizer, **of_optimizer), **of_spec)
+        for part in ("optimizer", "balance"):
+            settings = getattr(spec, part)
+            of_part = {name: changes.pop(name) for name in list(changes) if hasattr(settings, name)}
+            spec = dataclasses.replace(spec, **{part: dataclasses.replace(settings, **of_part)})
+        spec = dataclasses.replace(spec, **changes)
         return Learner(spec, Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=free_port()))
 
     yield build
@@ -113,17 +115,23 @@ def first_gradients(learner: Learner) -> dict[str, torch.Tensor]:
     """Clipped gradients of the only step so far: AdamW's first moment is then (1 - beta1) g."""
     moments, num_steps = learner._engine.optimizer_state()
     assert num_steps == 1
-    prefix = "exp_avg/model."
+    prefix = "exp_avg/"
     return {n.removeprefix(prefix): m / (1 - 0.9) for n, m in moments.items() if n.startswith(prefix)}
 
 
 def reference_loss(
-    viewed: dict[str, torch.Tensor], samples: list[TrainSample], balance_coef: float, z_coef: float
+    viewed: dict[str, torch.Tensor],
+    samples: list[TrainSample],
+    balance_coef: float,
+    z_coef: float,
+    *,
+    replay: bool = False,
 ) -> torch.Tensor:
     """The minibatch's loss in one pass over all of it, with the model called directly."""
     model = Transformer(MODEL)
     batch = pack(samples)
-    out = torch.func.functional_call(model, viewed, (batch.ids_T, batch.positions_T, PackedAttention(batch.cu_seqlens)))
+    inputs = (batch.ids_T, batch.positions_T, PackedAttention(batch.cu_seqlens), batch.routes_TLK if replay else None)
+    out = torch.func.functional_call(model, viewed, inputs)
     logits_RV = project_logits(out.hidden_TD[batch.rows_R], viewed["model.embed_tokens.weight"])
     chosen_R = torch.log_softmax(logits_RV, -1)[torch.arange(len(batch.rows_R)), batch.target_ids_R]
     ratio_R = (chosen_R - batch.behavior_logprobs_R).exp()
@@ -211,7 +219,7 @@ def test_two_steps_are_those_of_torchs_adamw(make: MakeLearner):
         learner.update([SAMPLES], GRPO, LR)
         moments, _ = learner._engine.optimizer_state()
         for name, leaf in leaves.items():
-            moment = moments[f"exp_avg/model.{name}"]
+            moment = moments[f"exp_avg/{name}"]
             leaf.grad = (moment - 0.9 * previous[name]) / (1 - 0.9)
             previous[name] = moment
         adamw.step()
@@ -363,7 +371,7 @@ def recorded(learner: Learner, samples: list[TrainSample], temperature: float = 
             dataclasses.replace(
                 each,
                 behavior_logprobs_R=logprobs.numpy(),
-                routes_TLK=out.routes_TLK.numpy()[:-1],
+                routes_TLK=out.routes_TLK.numpy(),
                 temperature=temperature,
             )
         )
@@ -375,7 +383,7 @@ def test_parity_with_a_sampler_that_agrees(make: MakeLearner, temperature: float
     learner = make(micro_batch_tokens=40)
     report = learner.parity(recorded(learner, SAMPLES, temperature))
     assert report.num_tokens == sum(len(each.targets_R) for each in SAMPLES)
-    assert report.num_routed == sum(each.num_tokens - 1 for each in SAMPLES)
+    assert report.num_routed == sum(each.num_inputs for each in SAMPLES)
     assert report.num_flipped == 0
     assert report.max_abs_nats < 4e-6  # packing: logits of about 4, 8 u of sums
     batch = pack(SAMPLES)
@@ -400,7 +408,7 @@ def test_parity_finds_the_one_token_and_the_one_route_that_differ(make: MakeLear
     assert report.mean_abs_nats == pytest.approx(0.5 / num_compared, rel=1e-3)
     assert report.worst_layer == 1
     assert report.num_flipped == 1
-    with pytest.raises(ParityError, match=r"every computed token needs its route, got 0 rows"):
+    with pytest.raises(ParityError, match=r"every computed token needs its route, got \(0, 0, 0\) for "):
         learner.parity(SAMPLES)
 
 
@@ -418,12 +426,14 @@ def test_at_ratio_one_the_first_step_clips_nothing_and_its_loss_is_minus_the_mea
 CONTINUE = """
 import sys, json, torch
 from pathlib import Path
+from typing import Any
 torch.set_num_threads(1)
+from rl.learner.balance import BalanceSettings
 from tests.numerics import test_learner as t
 folder, port = Path(sys.argv[1]), int(sys.argv[2])
 spec = t.LearnerSpec(
-    model=t.MODEL, start=Path(sys.argv[3]), num_threads=1, micro_batch_tokens=10_000, load_balance_coef=0.01,
-    router_z_coef=0.0,
+    model=t.MODEL, start=Path(sys.argv[3]), num_threads=1, micro_batch_tokens=10_000,
+    balance=BalanceSettings(load_balance_coef=0.01),
     optimizer=t.OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.1, max_grad_norm=0.5, zero_stage=1),
 )
 learner = t.Learner(spec, t.Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=port))

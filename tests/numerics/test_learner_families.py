@@ -17,6 +17,7 @@ from model.kernels.dispatch import resolve_kernels
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.surrogate import Clip
 from rl.batch import TrainSample
+from rl.learner.balance import BalanceSettings
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
 from rl.parity import BOUNDS, EXACT
@@ -45,7 +46,7 @@ def make_learner(config: ModelConfig, start: Path, kernels: KernelChoice = Kerne
     optimizer = OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, zero_stage=1)
     spec = LearnerSpec(
         model=config, optimizer=optimizer, start=start, num_threads=1, micro_batch_tokens=60,
-        load_balance_coef=0.01, router_z_coef=0.001, kernels=kernels,
+        balance=BalanceSettings(load_balance_coef=0.01, router_z_coef=0.001), kernels=kernels, router_replay=True,
     )  # fmt: skip
     return Learner(spec, Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=port))
 

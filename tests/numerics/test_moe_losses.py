@@ -12,6 +12,8 @@ from model.moe_losses import (
     load_balancing_loss,
     router_sums,
     router_z_loss,
+    sequence_balance_loss,
+    update_selection_bias,
 )
 from tests.numerics.tolerances import summed
 
@@ -131,3 +133,22 @@ def test_a_router_of_sigmoids_balances_their_shares():
     totals = dispatch_totals(torch.zeros(1, 1, 1, dtype=torch.uint8), mask, 3)
     loss = load_balancing_loss(router_sums([logits], mask, RouterScores.sigmoid), totals)
     assert loss.item() == pytest.approx(3 * 0.5)
+
+
+def test_the_sequence_wise_loss_is_the_batchs_for_each_sequence_alone():
+    logits, routes, _ = case()
+    cuts = [7, 1, 30, 22]
+    cu_seqlens = torch.tensor([0, 7, 8, 38, 60], dtype=torch.int32)
+    got = sequence_balance_loss(logits, routes, cu_seqlens)
+    pieces = zip(*([layer.split(cuts) for layer in logits]), routes.split(cuts), strict=True)
+    alone = [both_losses(piece, r, torch.ones(len(r), dtype=torch.bool))[0] for *piece, r in pieces]
+    torch.testing.assert_close(got, torch.stack(alone).sum())
+    expected = torch.autograd.grad(torch.stack(alone).sum(), logits)
+    for grad, expected_grad in zip(torch.autograd.grad(got, logits), expected, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-8)
+
+
+def test_a_selection_bias_moves_against_the_load_by_its_speed():
+    bias = torch.tensor([0.5, 0.0, -0.25, 0.0])
+    update_selection_bias(bias, torch.tensor([9, 4, 0, 3]), 0.125)  # the mean is 4
+    assert bias.tolist() == [0.375, 0.0, -0.125, 0.125]

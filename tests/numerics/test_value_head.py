@@ -179,10 +179,11 @@ import sys, json, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from tests.numerics import test_learner as t
+from rl.learner.balance import BalanceSettings
 from tests.numerics import test_value_head as v
 spec = t.LearnerSpec(
-    model=t.MODEL, start=Path(sys.argv[3]), num_threads=1, micro_batch_tokens=10_000, load_balance_coef=0.01,
-    router_z_coef=0.0, value_lr=v.VALUE_LR,
+    model=t.MODEL, start=Path(sys.argv[3]), num_threads=1, micro_batch_tokens=10_000,
+    balance=BalanceSettings(load_balance_coef=0.01), value_lr=v.VALUE_LR,
     optimizer=t.OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.1, max_grad_norm=0.5, zero_stage=1),
 )
 learner = t.Learner(spec, t.Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=int(sys.argv[2])))

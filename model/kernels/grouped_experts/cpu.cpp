@@ -336,6 +336,18 @@ int grouped_experts(const Layer* layer) try {
   return 2;
 }
 
+// The last step of a layer on rows that were computed elsewhere: each token's rows, times their weights, in rank order.
+void combine_rows(const float* rows, const int64_t* position, const float* weights, float* out, int64_t num_tokens,
+                  int64_t num_ranks, int64_t dim) {
+  Layer layer{};
+  layer.weights = weights;
+  layer.out = out;
+  layer.num_ranks = num_ranks;
+  layer.down.columns = dim;
+#pragma omp parallel for schedule(static) if (num_tokens * num_ranks * dim * 4 > kParallelCost)
+  for (int64_t i = 0; i < num_tokens; ++i) combine(layer, rows, position, i);
+}
+
 // out[M, N] = x[M, K] times the transposed matrix; 0: done, 2: no memory.
 int mxfp4_linear(const void* x, const PackedMxfp4* matrix, float* out, int64_t count, int32_t dtype_) try {
   const Dtype dtype = Dtype(dtype_);

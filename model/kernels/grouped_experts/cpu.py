@@ -117,6 +117,9 @@ class GroupedExperts:
         self._pack.restype = self._unpack.restype = None
         self._run, self._linear = library.grouped_experts, library.mxfp4_linear
         self._run.argtypes = [ctypes.POINTER(_NativeLayer)]
+        self._combine = library.combine_rows
+        self._combine.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3]
+        self._combine.restype = None
         self._linear.argtypes = [ctypes.c_void_p, ctypes.POINTER(_NativeMatrix), ctypes.c_void_p]
         self._linear.argtypes += [ctypes.c_int64, ctypes.c_int32]
 
@@ -285,6 +288,36 @@ class GroupedExperts:
             *(_DTYPES[x_TD.dtype], clamp is not None, limit, alpha),
         )
         _check(self._run(layer), packed.gate_up)
+        return out_TD
+
+    def combine(self, rows_ND: torch.Tensor, row_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        """The layer's last step alone, with its bits: fp32 [T, D], the sum of each token's rows times their weights.
+
+        Args:
+            rows_ND: fp32 rows that leave the down product.
+            row_TK: int64, the row of each choice.
+            weights_TK: fp32 factor of each choice.
+
+        Raises:
+            KernelError: Operands that do not fit, or rows of a length that is not a multiple of 32.
+        """
+        dim = rows_ND.shape[-1]
+        fits = (
+            rows_ND.dtype == weights_TK.dtype == torch.float32
+            and row_TK.dtype == torch.int64
+            and row_TK.shape == weights_TK.shape
+            and row_TK.numel() == len(rows_ND)
+            and dim % BLOCK == 0
+        )
+        if not fits:
+            raise KernelError(
+                f"grouped_experts: rows must be fp32 [N, D] with D a multiple of {BLOCK}, their places int64 [T, K] "
+                f"and the weights fp32 [T, K], got {rows_ND.dtype} {tuple(rows_ND.shape)}, {row_TK.dtype} "
+                f"{tuple(row_TK.shape)} and {weights_TK.dtype} {tuple(weights_TK.shape)}; pass the rows of one layer"
+            )
+        operands = (rows_ND.contiguous(), row_TK.contiguous(), weights_TK.contiguous())
+        out_TD = torch.empty(len(row_TK), dim)
+        self._combine(*(tensor.data_ptr() for tensor in (*operands, out_TD)), *row_TK.shape, dim)
         return out_TD
 
     @staticmethod

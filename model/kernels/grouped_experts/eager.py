@@ -97,7 +97,7 @@ class _SortedExperts(torch.autograd.Function):
         ctx.save_for_backward(x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK)
         ctx.rows, ctx.unit = rows, unit
         ctx.has_bias = (gate_up_bias_E2F is not None, down_bias_ED is not None)
-        return _combine(out_ND, rows.row_TK, weights_TK)
+        return combine(out_ND, rows.row_TK, weights_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -159,7 +159,7 @@ def experts_backward(
     grad_x_ND, grad_gate_up_E2FD = _multiply_backward(grad_h_N2F, x_ND, gate_up_E2FD, rows.counts)
 
     return Gradients(
-        _combine(grad_x_ND, rows.row_TK, None).to(x_ND.dtype),
+        combine(grad_x_ND, rows.row_TK, None).to(x_ND.dtype),
         grad_gate_up_E2FD,
         grad_down_EDF,
         grad_weights_TK,
@@ -267,12 +267,12 @@ def _multiply_backward(
     return grad_x_NI, grad_weight_EOI
 
 
-def _combine(rows_ND: torch.Tensor, rows_TK: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
+def combine(rows_ND: torch.Tensor, row_TK: torch.Tensor, weights_TK: torch.Tensor | None) -> torch.Tensor:
     """Sum each token's rows in rank order, in fp32, each times its weight (`None`: 1)."""
     dtype = torch.promote_types(rows_ND.dtype, torch.float32)
-    total_TD = torch.zeros(len(rows_TK), rows_ND.shape[1], dtype=dtype, device=rows_ND.device)
-    for rank in range(rows_TK.shape[1]):
-        term_TD = rows_ND.index_select(0, rows_TK[:, rank])
+    total_TD = torch.zeros(len(row_TK), rows_ND.shape[1], dtype=dtype, device=rows_ND.device)
+    for rank in range(row_TK.shape[1]):
+        term_TD = rows_ND.index_select(0, row_TK[:, rank])
         if weights_TK is None:
             total_TD.add_(term_TD)
         else:

@@ -78,15 +78,16 @@ def test_segments_that_cannot_be_trained_on_are_refused(hand):
 def test_a_row_stands_one_before_its_target_in_its_own_sample():
     samples = [sample("a", 5), sample("b", 2), sample("c", 7)]
     batch = pack(samples)
-    assert batch.cu_seqlens.tolist() == [0, 5, 7, 14]
+    assert batch.cu_seqlens.tolist() == [0, 4, 5, 9]  # up to the token before the last target
     assert batch.cu_seqlens.dtype == torch.int32
-    assert batch.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4, 5, 6]
-    assert batch.rows_R.tolist() == [0, 3, 5, 7, 10]  # targets are 1, 4 | 1 | 1, 4
-    assert torch.equal(batch.target_ids_R, batch.ids_T[batch.rows_R + 1])
+    assert batch.positions_T.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3]
+    assert batch.rows_R.tolist() == [0, 3, 4, 5, 8]  # targets are 1, 4 | 1 | 1, 4
+    targets = [samples[i].ids_T[target] for i, target in ((0, 1), (0, 4), (1, 1), (2, 1), (2, 4))]
+    assert batch.target_ids_R.tolist() == targets
     for stream in ("behavior_logprobs_R", "advantages_R"):
         expected = np.concatenate([getattr(each, stream) for each in samples])
         np.testing.assert_array_equal(getattr(batch, stream).numpy(), expected)
-    assert batch.num_tokens == 14
+    assert batch.num_tokens == 9
 
 
 def test_each_token_keeps_the_temperature_it_was_sampled_at(hand):
@@ -98,9 +99,11 @@ def test_no_stream_of_the_loss_has_a_place_for_a_context_or_observation_token(ha
     flat = two_turns(hand)
     batch = pack([flat, flat])
     origin_of = [SpanOrigin.CONTEXT] * 3 + [SpanOrigin.SAMPLED] * 2 + [SpanOrigin.OBSERVATION] * 2
-    origin_of = (origin_of + [SpanOrigin.SAMPLED] * 2) * 2
-    assert [origin_of[row + 1] for row in batch.rows_R] == [SpanOrigin.SAMPLED] * 8
-    num_trainable = origin_of.count(SpanOrigin.SAMPLED)
+    origin_of = origin_of + [SpanOrigin.SAMPLED] * 2
+    half = len(origin_of) - 1  # the last token is computed by nobody
+    assert batch.num_tokens == 2 * half
+    assert [origin_of[row % half + 1] for row in batch.rows_R] == [SpanOrigin.SAMPLED] * 8
+    num_trainable = 2 * origin_of.count(SpanOrigin.SAMPLED)
     streams = (
         "rows_R", "target_ids_R", "behavior_logprobs_R", "advantages_R", "temperatures_R", "weights_R", "sequence_R"
     )  # fmt: skip
@@ -158,23 +161,47 @@ def test_the_loss_has_no_gradient_at_rows_that_predict_other_tokens(model: Trans
     assert has_gradient.nonzero()[:, 0].tolist() == batch.rows_R.tolist()
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 64])
 @pytest.mark.parametrize("max_tokens", [1, 16, 40, 10_000])
-def test_micro_batches_cover_every_sample_once_within_the_limit_in_one_order(max_tokens: int):
+def test_micro_batches_cover_every_sample_once_within_the_limit_in_one_order(max_tokens: int, num_ranks: int):
     samples = [sample(f"{i:03d}", 2 + (7 * i) % 23) for i in range(40)]
-    batches = list(micro_batches(samples, max_tokens))
-    covered = [each.key for batch in batches for each in batch.samples]
-    assert sorted(covered) == [each.key for each in samples]
-    assert all(batch.num_tokens <= max_tokens or len(batch.samples) == 1 for batch in batches)
-    lengths = [each.num_tokens for batch in batches for each in batch.samples]
-    assert lengths == sorted(lengths, reverse=True)
+    shares = [micro_batches(samples, max_tokens, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    real = [batch for share in shares for batch in share if not batch.is_padding]
+    assert sorted(each.key for batch in real for each in batch.samples) == [each.key for each in samples]
+    assert all(batch.num_tokens <= max_tokens or len(batch.samples) == 1 for batch in real)
+    assert len({len(share) for share in shares}) == 1
     random.Random(0).shuffle(samples)
-    assert [[each.key for each in b.samples] for b in micro_batches(samples, max_tokens)] == [
-        [each.key for each in b.samples] for b in batches
+    again = [micro_batches(samples, max_tokens, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    assert [[[each.key for each in b.samples] for b in share] for share in again] == [
+        [[each.key for each in b.samples] for b in share] for share in shares
     ]
 
 
+def test_padding_is_a_real_sample_that_counts_nowhere():
+    (alone,), (padding,) = (micro_batches([sample("a", 9)], 100, rank=rank, num_ranks=2) for rank in (0, 1))
+    assert (alone.is_padding, alone.counted) == (False, 1.0)
+    assert (padding.is_padding, padding.counted) == (True, 0.0)
+    assert padding.num_tokens == alone.num_tokens
+
+
+def test_ranks_get_about_as_many_tokens_as_each_other():
+    samples = [sample(f"{i:03d}", 2 + (7 * i) % 23) for i in range(400)]
+    totals = [sum(b.num_tokens for b in micro_batches(samples, 64, rank=rank, num_ranks=4)) for rank in range(4)]
+    assert max(totals) - min(totals) <= 23
+
+
 def test_micro_batches_fill_up_to_the_limit_exactly():
-    samples = [sample(str(i), 8) for i in range(4)]
-    assert [batch.num_tokens for batch in micro_batches(samples, 16)] == [16, 16]
-    assert [batch.num_tokens for batch in micro_batches(samples, 15)] == [8, 8, 8, 8]
-    assert list(micro_batches([], 16)) == []
+    samples = [sample(str(i), 8) for i in range(4)]  # of 7 computed tokens: the targets are 1, 4, 7
+    assert [batch.num_tokens for batch in micro_batches(samples, 14)] == [14, 14]
+    assert [batch.num_tokens for batch in micro_batches(samples, 13)] == [7, 7, 7, 7]
+    assert micro_batches([], 16) == []
+
+
+def test_recorded_routes_are_packed_when_every_computed_token_has_some():
+    routes = np.arange(9 * 2 * 2, dtype=np.uint8).reshape(9, 2, 2)
+    whole = dataclasses.replace(sample("a", 9), routes_TLK=routes)
+    batch = pack([whole, whole])
+    assert batch.routes_TLK is not None
+    np.testing.assert_array_equal(batch.routes_TLK, np.concatenate([routes[: whole.num_inputs]] * 2))
+    for shape in ((0, 0, 0), (5, 2, 2), (9, 1, 2)):
+        assert pack([whole, dataclasses.replace(whole, routes_TLK=np.zeros(shape, np.uint8))]).routes_TLK is None

@@ -6,8 +6,8 @@ from enum import Enum
 import pytest
 
 from rl import config_check, machine, overrides
-from rl.config import RunConfig
-from rl.config_check import ConfigError, WorkerPlan
+from rl.config import Placement, RunConfig
+from rl.config_check import ConfigError, WorkerPlan, estimate_memory_bytes, resolve_workers
 
 GIB = 1 << 30
 
@@ -414,6 +414,23 @@ class TestPlacement:
 
     def test_a_cluster_is_not_measured_by_this_machine(self) -> None:
         config_check.preflight(compose("+experiment=coding", "rollout.num_workers=64", "cluster.address=auto"))
+
+    def test_colocated_sides_need_the_larger_of_what_they_take_turns_with(self) -> None:
+        apart, together = RunConfig(), RunConfig()
+        together.cluster.placement = Placement.colocated
+        plan = resolve_workers(apart, 2)
+        for kv_memory_mb in (0, 1, 4000):
+            apart.rollout.kv_memory_mb = together.rollout.kv_memory_mb = kv_memory_mb
+            parts, shared = estimate_memory_bytes(apart, plan), estimate_memory_bytes(together, plan)
+            if kv_memory_mb:
+                assert parts["keys and values"] == plan.num_workers * (kv_memory_mb << 20)
+            vocabulary = apart.warm_start.tokenizer_vocab_size
+            model = apart.model
+            activations = (
+                apart.learner.micro_batch_tokens * 4 * (3 * vocabulary + 40 * model.num_layers * model.hidden_size)
+            )
+            saved = sum(parts.values()) - sum(shared.values())
+            assert saved == min(parts["keys and values"], activations)
 
     def test_a_shortage_of_memory_is_refused_with_the_estimate(self, monkeypatch) -> None:
         config = compose("+experiment=coding")

@@ -29,8 +29,9 @@ def sample(behavior: list[float], *, num_tokens: int = 5, routes: np.ndarray | N
     )
 
 
-def learner_routes(num_tokens: int = 5) -> np.ndarray:
-    return np.tile(np.array([0, 1], np.uint8), (num_tokens, 3, 1))
+def learner_routes() -> np.ndarray:
+    """Of the 4 tokens before the last target."""
+    return np.tile(np.array([0, 1], np.uint8), (4, 3, 1))
 
 
 def of(compared: TrainSample, logprobs: np.ndarray, routes: np.ndarray) -> SampleParity:
@@ -90,19 +91,17 @@ def test_the_order_of_a_tokens_experts_is_not_a_flip():
     assert of(sample([-1.0]), np.array([-1.0]), routes).num_flipped == 0
 
 
-def test_the_last_token_was_never_computed_by_the_sampler():
-    routes = learner_routes()
-    routes[-1] = 7
-    assert of(sample([-1.0]), np.array([-1.0]), routes).num_flipped == 0
+def test_what_the_sampler_computed_after_the_last_target_is_not_compared():
+    recorded = np.concatenate([learner_routes(), np.full((2, 3, 2), 7, np.uint8)])
+    observed = dataclasses.replace(sample([-1.0], routes=recorded), ids_T=np.arange(7))
+    assert of(observed, np.array([-1.0]), learner_routes()).num_flipped == 0
 
 
-@pytest.mark.parametrize("num_rows", [0, 3, 5])
-def test_missing_routes_are_an_error(num_rows: int):
-    routes = np.zeros((num_rows, 3, 2), np.uint8)
-    with pytest.raises(
-        ParityError, match=rf"^parity: every computed token needs its route, got {num_rows} rows for 5 "
-    ):
-        of(sample([-1.0], routes=routes), np.array([-1.0]), learner_routes())
+@pytest.mark.parametrize("shape", [(0, 3, 2), (3, 3, 2), (4, 2, 2), (4, 3, 1), (0, 0, 0)])
+def test_missing_routes_are_an_error(shape: tuple[int, int, int]):
+    with pytest.raises(ParityError) as error:
+        of(sample([-1.0], routes=np.zeros(shape, np.uint8)), np.array([-1.0]), learner_routes())
+    assert str(error.value).startswith(f"parity: every computed token needs its route, got {shape} for (4, 3, 2) ")
 
 
 def test_no_token_at_all_is_an_error_and_not_an_open_gate():

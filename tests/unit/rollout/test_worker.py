@@ -141,3 +141,26 @@ def test_no_jobs_are_no_trajectories():
     assert worker.demonstrate([], []) == []
     worker.close()
     worker.close()
+
+
+def test_a_worker_that_shares_its_memory_holds_it_only_while_episodes_run(monkeypatch):
+    sharing = RolloutWorker(dataclasses.replace(spec(Parrot), gives_memory_back=True))
+    assert sharing._engine.cache_bytes == 0
+    sharing.receive(SNAPSHOT)
+    assert sharing._engine.cache_bytes == 0
+    for _ in range(2):
+        shared = sharing.run(JOBS, fresh_grading=False)
+        assert sharing._engine.cache_bytes == 0
+        for one, two in zip(_run(Parrot), shared, strict=True):
+            assert _ids(one) == _ids(two)
+    keeping = _worker(Parrot)
+    keeping.run(JOBS, fresh_grading=False)
+    assert keeping._engine.cache_bytes > 0
+
+    def fail(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(sharing, "_run", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        sharing.run(JOBS, fresh_grading=False)
+    assert sharing._engine.cache_bytes == 0

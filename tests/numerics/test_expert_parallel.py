@@ -1,0 +1,196 @@
+"""Learners on 2 and 4 ranks, the experts shared out or not, against the same learner on one rank.
+
+Everything runs with the published view on, that is MXFP4 experts and bf16 elsewhere. With the kernels' batch-invariant
+forward, losses and routes of any number of ranks have the same bits; gradients differ by the order of their sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint import save_model
+from model.config import Family, KernelChoice, ModelConfig
+from rl.algorithms.config import BalanceScope
+from rl.batch import TrainSample
+from rl.learner.balance import BalanceSettings
+from tests.numerics import ranks
+from tests.numerics.families import MINI, make_model
+from tests.numerics.ranks import Case, Found
+
+TOLERANCE = 1e-5
+"""Relative, in norm: a sum over all tokens has at most 2^8 terms in another order, so 2^8 * 2^-24 = 1.5e-5 at worst."""
+
+BALANCE = BalanceSettings(load_balance_coef=0.5, scope=BalanceScope.global_batch, router_z_coef=0.01)
+QUICK = Family.qwen3_moe
+SLOW = [family for family in MINI if family is not QUICK]
+EVERY_FAMILY = [pytest.param(QUICK, id=QUICK)] + [pytest.param(f, id=f, marks=pytest.mark.slow) for f in SLOW]
+
+
+def sample(number: int, num_tokens: int, config: ModelConfig) -> TrainSample:
+    """Context, answer, observation, answer; routes that keep to the first half of the experts."""
+    rng = np.random.default_rng((number, num_tokens))
+    half = num_tokens // 2
+    places = np.array([*range(3, half - 1), *range(half + 1, num_tokens - 1)])
+    shape = (num_tokens - 1, len(config.moe_layers))
+    some = [rng.permutation(config.num_experts // 2)[: config.num_experts_per_tok] for _ in range(np.prod(shape))]
+    return TrainSample(
+        key=f"{number:03d}",
+        ids_T=rng.integers(0, config.vocab_size, num_tokens),
+        targets_R=places,
+        behavior_logprobs_R=rng.normal(-4.0, 0.3, len(places)).astype(np.float32),
+        advantages_R=rng.normal(size=len(places)).astype(np.float32),
+        routes_TLK=np.array(some, np.uint8).reshape(*shape, -1),
+        weight_version=0,
+        trained=True,
+    )
+
+
+def cases(family: Family, start: Path) -> list[Case]:
+    """What one rank and several do alike."""
+    config = MINI[family]
+    starved = tuple(sample(i, 12 + i, config) for i in range(7))
+    free = tuple(dataclasses.replace(one, routes_TLK=np.zeros((0, 0, 0), np.uint8)) for one in starved)
+    common = {"model": config, "start": start, "samples": free, "balance": BALANCE}
+    return [
+        Case(**common, name="gradient"),
+        Case(**common, name="clipped", max_grad_norm=0.5),
+        Case(**common, name="torch", kernels=KernelChoice.torch),
+        Case(**common, name="five steps", sgd=True, num_steps=5, max_grad_norm=0.5),
+        Case(**common | {"samples": starved}, name="starved", replay=True),
+        Case(**common | {"samples": starved}, name="starved, five steps", replay=True, sgd=True, num_steps=5),
+        # One sample, so that all ranks but one compute padding.
+        Case(**common | {"samples": free[:1]}, name="padding"),
+    ]
+
+
+def many(family: Family, start: Path, *, expert_parallel: int, zero_stage: int) -> list[Case]:
+    return [
+        dataclasses.replace(case, expert_parallel=expert_parallel, zero_stage=zero_stage)
+        for case in cases(family, start)
+    ]
+
+
+Runs = Callable[..., tuple[dict[str, Found], dict[str, Found]]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """What one rank found and what `num_ranks` found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    alone: dict[Family, dict[str, Found]] = {}
+
+    def both(family: Family, num_ranks: int, expert_parallel: int, zero_stage: int):
+        start = folder / family
+        if not start.exists():
+            start.mkdir()
+            save_model(start, MINI[family], dict(make_model(MINI[family]).named_parameters()), {})
+        if family not in alone:
+            alone[family] = ranks.run(cases(family, start), 1, folder / f"{family}-alone")
+        name = f"{family}-{num_ranks}-{expert_parallel}-{zero_stage}"
+        job = many(family, start, expert_parallel=expert_parallel, zero_stage=zero_stage)
+        return alone[family], ranks.run(job, num_ranks, folder / name)
+
+    return both
+
+
+def assert_close(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        scale = float(tensor.norm())
+        assert float((got[name] - tensor).norm()) <= TOLERANCE * scale, name
+
+
+def assert_alike(family: Family, one: Mapping[str, Found], several: Mapping[str, Found]) -> None:
+    for name, expected in one.items():
+        got = several[name]
+        np.testing.assert_allclose(got.losses, expected.losses, rtol=TOLERANCE, err_msg=name)
+        np.testing.assert_allclose(got.grad_norms, expected.grad_norms, rtol=TOLERANCE, err_msg=name)
+        for load_LE, expected_LE in zip(got.loads_LE, expected.loads_LE, strict=True):
+            np.testing.assert_array_equal(load_LE, expected_LE)
+        if expected.moments:
+            assert_close(got.gradients(), expected.gradients())
+        else:
+            assert_close(got.masters, expected.masters)
+    # The comparison sees something: there are gradients everywhere, the clip bites, an expert starves.
+    gradients = one["gradient"].gradients()
+    trained = {name for name, parameter in make_model(MINI[family]).named_parameters() if "selection_bias" not in name}
+    assert gradients.keys() == trained
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+    assert one["clipped"].grad_norms[0] > 1
+    half = MINI[family].num_experts // 2
+    starved = one["starved"]
+    assert not starved.loads_LE[0][:, half:].any()
+    assert all(not g[half:].any() for n, g in starved.gradients().items() if ".experts." in n)
+    assert not one["five steps"].masters.keys() - several["five steps"].masters.keys()
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+@pytest.mark.parametrize(
+    ("expert_parallel", "zero_stage"),
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow)],
+)
+def test_two_ranks_are_one(runs: Runs, family: Family, expert_parallel: int, zero_stage: int):
+    one, two = runs(family, 2, expert_parallel, zero_stage)
+    assert_alike(family, one, two)
+    whole = one["gradient"].num_own_parameters
+    experts = sum(m.numel() for n, m in one["gradient"].masters.items() if ".experts." in n)
+    assert two["gradient"].num_own_parameters == whole - experts + experts // expert_parallel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [Family.qwen3_moe, Family.gpt_oss, Family.deepseek_v3])
+@pytest.mark.parametrize(("expert_parallel", "zero_stage"), [(2, 1), (2, 2), (4, 1)])
+def test_four_ranks_are_one(runs: Runs, family: Family, expert_parallel: int, zero_stage: int):
+    assert_alike(family, *runs(family, 4, expert_parallel, zero_stage))
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_checkpoints_and_snapshots_do_not_tell_how_many_ranks_there_were(family: Family, tmp_path: Path):
+    """One rank, then two that share the experts out, then one: every file the same, every next step the same."""
+    config = MINI[family]
+    folders = [tmp_path / name for name in ("start", "one", "two", "one again", "two on")]
+    for folder in folders:
+        folder.mkdir()
+    start, first, second, third, on = folders
+    save_model(start, config, dict(make_model(config).named_parameters()), {})
+    samples = tuple(sample(i, 12 + i, config) for i in range(4))
+    common = {"model": config, "start": start, "samples": samples, "balance": BALANCE}
+    made = ranks.run(
+        [
+            Case(**common, name="made", num_steps=2, save=first, record=True),
+            Case(**common, name="next", load=first, num_steps=1),
+        ],
+        1,
+        tmp_path / "job one",
+    )
+    recorded = made["made"].recorded
+    twice = ranks.run(
+        [
+            Case(**common, name="again", load=first, num_steps=0, save=second, expert_parallel=2),
+            Case(**common, name="next", load=first, num_steps=1, save=on, expert_parallel=2),
+            # The weights at the start, which recorded the samples: two ranks find the same logprobs and routes.
+            Case(
+                **common | {"samples": recorded}, name="parity", num_steps=0, expert_parallel=2, micro_batch_tokens=20
+            ),
+        ],
+        2,
+        tmp_path / "job two",
+    )
+    back = ranks.run([Case(**common, name="back", load=second, num_steps=0, save=third)], 1, tmp_path / "job three")
+    for name in ("model.safetensors", "optimizer.safetensors", "config.json"):
+        assert (second / name).read_bytes() == (first / name).read_bytes(), name
+        assert (third / name).read_bytes() == (first / name).read_bytes(), name
+        assert name == "config.json" or (on / name).read_bytes() != (first / name).read_bytes()
+    assert twice["again"].digests == made["made"].digests == back["back"].digests
+    np.testing.assert_allclose(twice["next"].losses, made["next"].losses, rtol=TOLERANCE)
+    assert_close(twice["next"].moments, made["next"].moments)
+    parity = twice["parity"].parity
+    assert parity is not None
+    assert parity.num_tokens == sum(len(one.targets_R) for one in recorded)
+    assert (parity.max_abs_nats, parity.num_flipped_tokens) == (0.0, 0)
