@@ -19,7 +19,8 @@ import torch
 
 from model.config import KernelChoice, ModelConfig
 from rl.algorithms.config import AlgorithmConfig
-from rl.algorithms.registry import build_algorithm
+from rl.algorithms.objective import Objective
+from rl.algorithms.registry import build_algorithm, has_critic
 from rl.batch import TrainSample, pack
 from rl.learner import deepspeed as engine_module
 from rl.learner.balance import BalanceSettings
@@ -28,7 +29,6 @@ from rl.learner.learner import Learner, LearnerSpec
 from rl.parity import ParityReport
 from rollout.types import WeightVersion
 
-GRPO = build_algorithm(AlgorithmConfig())
 TIMEOUT_S = 300
 
 
@@ -38,6 +38,7 @@ class Case:
 
     `sgd` replaces AdamW, which amplifies rounding where a gradient is nearly 0. `load` and `save` are folders. With
     `record` the samples come back as a sampler that agrees with the learner to the last bit would have recorded them.
+    `algorithm` has what it asks for: a reference, a value head (whose returns are the advantages), scores.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Case:
     load: Path | None = None
     save: Path | None = None
     record: bool = False
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,9 @@ class Found:
     digests: dict[str, str]
     num_own_parameters: int
     recorded: tuple[TrainSample, ...]
+    terms: list[dict[str, float]]
+    watched: list[dict[str, float]]
+    head: dict[str, torch.Tensor]
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Those of the only step, after clipping: AdamW's first moment is then (1 - beta1) g."""
@@ -118,6 +123,8 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
             kernels=case.kernels,
             router_replay=case.replay,
             expert_parallel=case.expert_parallel,
+            reference=case.algorithm.kl_coef > 0,
+            value_lr=case.algorithm.value_lr if has_critic(case.algorithm) else None,
         ),
         rendezvous,
     )
@@ -126,7 +133,9 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
     has_routes = all(len(sample.routes_TLK) for sample in case.samples)
     parity = learner.parity(case.samples) if has_routes else None
     recorded = tuple(record(learner, sample) for sample in case.samples) if case.record else ()
-    reports = [learner.update([case.samples], GRPO, case.lr) for _ in range(case.num_steps)]
+    samples = case.samples if parity is None else scored(case, parity)
+    loss = Objective(build_algorithm(case.algorithm), case.algorithm)
+    reports = [learner.update([samples], loss, case.lr) for _ in range(case.num_steps)]
     moments = {} if case.sgd else learner._gathered(learner._engine.optimizer_state()[0])
     if case.save is not None:
         learner.save(case.save)
@@ -142,6 +151,17 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         digests={} if snapshot is None else dict(snapshot[0].digests),
         num_own_parameters=sum(master.numel() for master in learner._policy.masters().values()),
         recorded=recorded,
+        terms=[dict(r.terms) for r in reports],
+        watched=[dict(r.watched) for r in reports],
+        head={} if learner._value_head is None else dict(learner._value_head.state_dict()),
+    )
+
+
+def scored(case: Case, parity: ParityReport) -> tuple[TrainSample, ...]:
+    returns = [sample.advantages_R if has_critic(case.algorithm) else None for sample in case.samples]
+    return tuple(
+        dataclasses.replace(sample, scores=parity.scores[sample.key], returns_R=returns_R)
+        for sample, returns_R in zip(case.samples, returns, strict=True)
     )
 
 
