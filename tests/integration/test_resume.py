@@ -83,7 +83,8 @@ def outcome(folder: Path) -> dict[str, object]:
     last = max((run / "checkpoints").glob("round-*"))
     files = {
         name: hashlib.sha256((last / name).read_bytes()).hexdigest()
-        for name in ("model.safetensors", "optimizer.safetensors", "tokenizer.json")
+        for name in ("model.safetensors", "optimizer.safetensors", "tokenizer.json", "value_head.safetensors")
+        if (last / name).is_file()
     }
     after = json.loads((run / "held_out_after.json").read_text())
     episodes = [[turn["answer"] for turn in episode["turns"]] for episode in after["episodes"]]
@@ -130,6 +131,31 @@ def test_killed_run_resumes_and_ends_equal(
     assert outcome(tmp_path) == undisturbed
     leftovers = [path for path in Path("/tmp").glob("rl-*") if (path / "owner.json").is_file()]
     assert not [p for p in leftovers if json.loads((p / "owner.json").read_text())["pid"] == process.pid]
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("algorithm", ["ppo", "dapo"])
+def test_a_reference_a_value_head_and_further_tasks_survive_a_kill(algorithm: str, tmp_path: Path) -> None:
+    """Killed in round 4, after the checkpoint of round 2: critic, reference and the cursor of the data go on from it."""
+    more = [
+        f"algorithm={algorithm}",
+        "algorithm.kl_coef=0.1",
+        "reward.target=tests.integration.dense_reward:every_third_length",
+    ]
+    run_to_the_end(tmp_path / "undisturbed", *more)
+    expected = outcome(tmp_path / "undisturbed")
+    rows = expected["rows"]
+    assert isinstance(rows, list)
+    assert all(row["kl/reference_policy"] > 0 for row in rows[1:] if "loss/kl" in row)
+    if algorithm == "ppo":
+        assert all(row["loss/value"] > 0 for row in rows[1:]), "the control: the critic learns"
+    else:
+        assert sum(row["groups/resampled"] for row in rows[1:3]) > 0, "the control: the cursor is no formula"
+    process = start(command(tmp_path / "killed", *more, kill=("update", 4)), marker=f"{algorithm}-{os.getpid()}")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == -9, output
+    run_to_the_end(tmp_path / "killed", *more)
+    assert outcome(tmp_path / "killed") == expected
 
 
 @pytest.mark.timeout(660)
