@@ -136,7 +136,7 @@ def test_killed_run_resumes_and_ends_equal(
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("algorithm", ["ppo", "dapo"])
 def test_a_reference_a_value_head_and_further_tasks_survive_a_kill(algorithm: str, tmp_path: Path) -> None:
-    """Killed in round 4, after the checkpoint of round 2: critic, reference and the cursor of the data go on from it."""
+    """Killed in round 4, after the checkpoint of round 2: critic, reference and cursor go on from it."""
     more = [
         f"algorithm={algorithm}",
         "algorithm.kl_coef=0.1",
