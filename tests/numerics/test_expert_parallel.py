@@ -137,16 +137,21 @@ def test_two_ranks_that_share_the_experts_out_are_one(runs: Runs, family: Family
     assert two["gradient"].num_own_parameters == whole - experts // 2
 
 
+ARRANGEMENTS = [
+    *((family, 2, expert_parallel, stage) for family in MINI for expert_parallel, stage in ((1, 1), (2, 2))),
+    (Family.qwen3_moe, 2, 1, 2),
+    *((family, 4, 2, 1) for family in (Family.qwen3_moe, Family.gpt_oss, Family.deepseek_v3)),
+    (Family.gpt_oss, 4, 2, 2),
+    (Family.gpt_oss, 4, 4, 1),
+]
+"""Ranks, ranks that share the experts out, ZeRO stage."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", MINI)
-@pytest.mark.parametrize(
-    ("num_ranks", "expert_parallel", "zero_stage"), [(2, 1, 1), (2, 1, 2), (2, 2, 2), (4, 2, 1), (4, 2, 2), (4, 4, 1)]
-)
+@pytest.mark.parametrize(("family", "num_ranks", "expert_parallel", "zero_stage"), ARRANGEMENTS)
 def test_ranks_in_any_arrangement_are_one(
     runs: Runs, family: Family, num_ranks: int, expert_parallel: int, zero_stage: int
 ):
-    if num_ranks == 4 and family in (Family.mixtral, Family.olmoe):
-        pytest.skip("their experts are plain, as those of qwen3_moe")
     names = ("clipped", "five steps", "starved")
     assert_alike(family, *runs(family, num_ranks, expert_parallel, zero_stage, *names))
 
