@@ -69,13 +69,6 @@ def cases(family: Family, start: Path) -> list[Case]:
     ]
 
 
-def many(family: Family, start: Path, *, expert_parallel: int, zero_stage: int) -> list[Case]:
-    return [
-        dataclasses.replace(case, expert_parallel=expert_parallel, zero_stage=zero_stage)
-        for case in cases(family, start)
-    ]
-
-
 Runs = Callable[..., tuple[dict[str, Found], dict[str, Found]]]
 
 
@@ -85,7 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("ranks")
     alone: dict[Family, dict[str, Found]] = {}
 
-    def both(family: Family, num_ranks: int, expert_parallel: int, zero_stage: int):
+    def both(family: Family, num_ranks: int, expert_parallel: int, zero_stage: int, *names: str):
         start = folder / family
         if not start.exists():
             start.mkdir()
@@ -93,7 +86,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         if family not in alone:
             alone[family] = ranks.run(cases(family, start), 1, folder / f"{family}-alone")
         name = f"{family}-{num_ranks}-{expert_parallel}-{zero_stage}"
-        job = many(family, start, expert_parallel=expert_parallel, zero_stage=zero_stage)
+        job = [
+            dataclasses.replace(case, expert_parallel=expert_parallel, zero_stage=zero_stage)
+            for case in cases(family, start)
+            if case.name in (names or alone[family])
+        ]
         return alone[family], ranks.run(job, num_ranks, folder / name)
 
     return both
@@ -107,9 +104,10 @@ def assert_close(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
 
 
 def assert_alike(family: Family, one: Mapping[str, Found], several: Mapping[str, Found]) -> None:
-    for name, expected in one.items():
-        got = several[name]
-        np.testing.assert_allclose(got.losses, expected.losses, rtol=TOLERANCE, err_msg=name)
+    for name, got in several.items():
+        expected = one[name]
+        # A loss is a mean of terms of about 1 that cancel.
+        np.testing.assert_allclose(got.losses, expected.losses, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
         np.testing.assert_allclose(got.grad_norms, expected.grad_norms, rtol=TOLERANCE, err_msg=name)
         for load_LE, expected_LE in zip(got.loads_LE, expected.loads_LE, strict=True):
             np.testing.assert_array_equal(load_LE, expected_LE)
@@ -127,27 +125,35 @@ def assert_alike(family: Family, one: Mapping[str, Found], several: Mapping[str,
     starved = one["starved"]
     assert not starved.loads_LE[0][:, half:].any()
     assert all(not g[half:].any() for n, g in starved.gradients().items() if ".experts." in n)
-    assert not one["five steps"].masters.keys() - several["five steps"].masters.keys()
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
-@pytest.mark.parametrize(
-    ("expert_parallel", "zero_stage"),
-    [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow)],
-)
-def test_two_ranks_are_one(runs: Runs, family: Family, expert_parallel: int, zero_stage: int):
-    one, two = runs(family, 2, expert_parallel, zero_stage)
+def test_two_ranks_that_share_the_experts_out_are_one(runs: Runs, family: Family):
+    one, two = runs(family, 2, 2, 1)
+    assert two.keys() == one.keys()
     assert_alike(family, one, two)
     whole = one["gradient"].num_own_parameters
     experts = sum(m.numel() for n, m in one["gradient"].masters.items() if ".experts." in n)
-    assert two["gradient"].num_own_parameters == whole - experts + experts // expert_parallel
+    assert two["gradient"].num_own_parameters == whole - experts // 2
+
+
+ARRANGEMENTS = [
+    *((family, 2, expert_parallel, stage) for family in MINI for expert_parallel, stage in ((1, 1), (2, 2))),
+    (Family.qwen3_moe, 2, 1, 2),
+    *((family, 4, 2, 1) for family in (Family.qwen3_moe, Family.gpt_oss, Family.deepseek_v3)),
+    (Family.gpt_oss, 4, 2, 2),
+    (Family.gpt_oss, 4, 4, 1),
+]
+"""Ranks, ranks that share the experts out, ZeRO stage."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [Family.qwen3_moe, Family.gpt_oss, Family.deepseek_v3])
-@pytest.mark.parametrize(("expert_parallel", "zero_stage"), [(2, 1), (2, 2), (4, 1)])
-def test_four_ranks_are_one(runs: Runs, family: Family, expert_parallel: int, zero_stage: int):
-    assert_alike(family, *runs(family, 4, expert_parallel, zero_stage))
+@pytest.mark.parametrize(("family", "num_ranks", "expert_parallel", "zero_stage"), ARRANGEMENTS)
+def test_ranks_in_any_arrangement_are_one(
+    runs: Runs, family: Family, num_ranks: int, expert_parallel: int, zero_stage: int
+):
+    names = ("clipped", "five steps", "starved")
+    assert_alike(family, *runs(family, num_ranks, expert_parallel, zero_stage, *names))
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
