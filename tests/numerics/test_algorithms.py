@@ -54,6 +54,12 @@ def grpo_over_tokens(policy: Array) -> float:
     return float(np.concatenate([clipped(ratio, advantage) for ratio, advantage in pairs]).mean())
 
 
+def dapo(policy: Array) -> float:
+    """arXiv 2503.14476 eq. 8 and 9: the mean over tokens, advantages in units of the group's standard deviation."""
+    pairs = zip(episodes(np.exp(policy - OLD)), relative(normalize=True), strict=True)
+    return float(np.concatenate([clipped(ratio, advantage) for ratio, advantage in pairs]).mean())
+
+
 def dr_grpo(policy: Array) -> float:
     """arXiv 2503.20783 section 3.2: sums of tokens over a constant, the mean over episodes."""
     pairs = zip(episodes(np.exp(policy - OLD)), relative(), strict=True)
@@ -101,6 +107,7 @@ def cispo_bounded_below(policy: Array) -> float:
 CASES: list[tuple[Callable[[Array], float], AlgorithmConfig, Array]] = [
     (grpo, AlgorithmConfig(normalize_advantage=True, aggregation=Aggregation.episode_mean), POLICY),
     (grpo_over_tokens, AlgorithmConfig(), POLICY),
+    (dapo, AlgorithmConfig(name="dapo", normalize_advantage=True), POLICY),
     (dr_grpo, AlgorithmConfig(name="dr_grpo"), POLICY),
     (rloo, AlgorithmConfig(name="rloo"), POLICY),
     (reinforce_pp, AlgorithmConfig(name="reinforce_pp"), POLICY),
