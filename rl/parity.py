@@ -88,9 +88,10 @@ class SampleParity:
     scores: SampleScores
 
     @classmethod
-    def of(cls, sample: TrainSample, scores: SampleScores, routes_TLK: np.ndarray) -> SampleParity:
+    def of(
+        cls, sample: TrainSample, logprobs_R: np.ndarray, routes_TLK: np.ndarray, scores: SampleScores
+    ) -> SampleParity:
         """Compare a sample with the learner's logprobs and routes. Raises ParityError when routes were not recorded."""
-        logprobs_R = scores.proximal_logprobs_R
         recorded = sample.routes_TLK[: sample.num_inputs]
         if recorded.shape != routes_TLK.shape:
             raise ParityError(

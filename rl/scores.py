@@ -20,17 +20,17 @@ Stream = npt.NDArray[np.float32]
 class SampleScores:
     """Streams of a sample's trainable tokens, fp32.
 
-    `proximal_logprobs_R` are the learner's own under the weights that the round starts with, `reference_logprobs_R`
-    those of the frozen reference and `values_R` the value head's (`None`: the learner has none).
+    `proximal_logprobs_R` are the learner's own under the weights that the round starts with, on the routes that an
+    update takes (with router replay the recorded ones); `reference_logprobs_R` those of the frozen reference and
+    `values_R` the value head's (`None`: the learner has none).
     """
 
     proximal_logprobs_R: Stream
     reference_logprobs_R: Stream | None = None
     values_R: Stream | None = None
 
-    def part(self, first: int, count: int) -> SampleScores:
-        """The scores of `count` tokens from `first` on."""
-        rows = slice(first, first + count)
+    def part(self, rows: slice) -> SampleScores:
+        """The scores of some of the tokens."""
         return SampleScores(
             proximal_logprobs_R=self.proximal_logprobs_R[rows],
             reference_logprobs_R=None if self.reference_logprobs_R is None else self.reference_logprobs_R[rows],

@@ -154,14 +154,10 @@ class Learner:
             logprobs_R, entropies_R = self._kernels.logprobs_with_entropies(
                 out.logits_RV, batch.target_ids_R, batch.temperatures_R
             )
-            reference_R = None if self._reference is None else self._logprobs(self._reference(batch), batch).numpy()
-            values_R = None if self._value_head is None else self._value_head(out.hidden_RD).numpy()
+            scores = self._scores(batch, out, logprobs_R)
             if not batch.is_padding:
                 entropy_sum += float(entropies_R.sum())
-                scores = SampleScores(
-                    proximal_logprobs_R=logprobs_R.numpy(), reference_logprobs_R=reference_R, values_R=values_R
-                )
-                reports += _sample_parities(batch, scores, out.routes_TLK)
+                reports += _sample_parities(batch, logprobs_R, out.routes_TLK, scores)
         shares = self._ranks.gather((reports, entropy_sum))
         return ParityReport.of(
             [report for reports, _ in shares for report in reports],
@@ -308,6 +304,24 @@ class Learner:
                 )
         return batch.routes_TLK
 
+    def _scores(self, batch: Batch, out: PolicyOutput, logprobs_R: torch.Tensor) -> SampleScores:
+        """What an update would compute of a batch before its first step; `out` is on the router's own routes.
+
+        Where those are not the recorded ones (older samples, near-ties), an update with replay computes something else:
+        then the batch runs once more. All ranks do, or none.
+        """
+        if self._spec.router_replay:
+            recorded_TLK = batch.routes_TLK
+            if recorded_TLK is not None and recorded_TLK.shape != out.routes_TLK.shape:
+                recorded_TLK = None  # the gate will say so
+            differs = recorded_TLK is not None and not torch.equal(recorded_TLK, out.routes_TLK)
+            if int(self._ranks.total(torch.tensor(int(differs)))):
+                out = self._policy(batch, recorded_TLK)
+                logprobs_R = self._logprobs(out, batch)
+        reference_R = None if self._reference is None else self._logprobs(self._reference(batch), batch).numpy()
+        values_R = None if self._value_head is None else self._value_head(out.hidden_RD).numpy()
+        return SampleScores(proximal_logprobs_R=logprobs_R.numpy(), reference_logprobs_R=reference_R, values_R=values_R)
+
     def _router_loss(self, samples: Sequence[TrainSample], dispatched: DispatchTotals | None) -> RouterLoss:
         return RouterLoss(
             settings=self._spec.balance,
@@ -415,15 +429,18 @@ class _Totals:
         )
 
 
-def _sample_parities(batch: Batch, scores: SampleScores, routes_TLK: torch.Tensor) -> list[SampleParity]:
-    """Cut a batch's scores and routes into its samples and compare each with what its sampler recorded."""
+def _sample_parities(
+    batch: Batch, logprobs_R: torch.Tensor, routes_TLK: torch.Tensor, scores: SampleScores
+) -> list[SampleParity]:
+    """Cut a batch's logprobs and routes into its samples and compare each with what its sampler recorded."""
     reports: list[SampleParity] = []
-    routes = routes_TLK.numpy()
+    logprobs, routes = logprobs_R.numpy(), routes_TLK.numpy()
     token = row = 0
     for sample in batch.samples:
-        num_rows = len(sample.targets_R)
-        reports.append(SampleParity.of(sample, scores.part(row, num_rows), routes[token : token + sample.num_inputs]))
-        token, row = token + sample.num_inputs, row + num_rows
+        rows = slice(row, row + len(sample.targets_R))
+        of_sample = routes[token : token + sample.num_inputs]
+        reports.append(SampleParity.of(sample, logprobs[rows], of_sample, scores.part(rows)))
+        token, row = token + sample.num_inputs, rows.stop
     return reports
 
 

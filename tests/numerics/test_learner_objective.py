@@ -120,3 +120,20 @@ def test_without_a_bonus_no_entropy_is_computed(make: MakeLearner, monkeypatch: 
     assert calls == []
     learner.update([shared.SAMPLES], objective(entropy_coef=0.1), LR)
     assert calls == [1]
+
+
+def test_the_proximal_logprobs_are_those_of_the_routes_that_the_update_replays(make: MakeLearner):
+    """Samples of an older router: the ratio is 1 before the first step, although the router would choose others."""
+    learner = make(router_replay=True)
+    samples = shared.recorded(learner, shared.SAMPLES)
+    older = [dataclasses.replace(each, routes_TLK=(each.routes_TLK + 1) % shared.MODEL.num_experts) for each in samples]
+    own, replayed = (learner.parity(some).scores for some in (samples, older))
+    assert learner.parity(older).num_flipped > 0, "the gate still compares the router's own choice"
+    some = [dataclasses.replace(each, scores=replayed[each.key]) for each in older]
+    assert all(np.abs(replayed[key].proximal_logprobs_R - own[key].proximal_logprobs_R).max() > 1e-4 for key in own)
+    report = learner.update([some], objective(importance=Importance.truncate, importance_cap=100.0), 0.0)
+    assert report is not None
+    log_ratio = np.concatenate([s.scores.proximal_logprobs_R - s.behavior_logprobs_R for s in some if s.scores])
+    advantages = np.concatenate([each.advantages_R for each in some])
+    assert report.policy_loss == pytest.approx(-float((np.exp(log_ratio) * advantages).mean()), abs=1e-6)
+    assert report.clip_frac == 0.0

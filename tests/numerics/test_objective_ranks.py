@@ -35,7 +35,7 @@ def test_two_ranks_are_one_and_checkpoints_do_not_tell(tmp_path: Path):
         folder.mkdir()
     save_model(start, CONFIG, dict(make_model(CONFIG).named_parameters()), {})
     samples = tuple(sample(i, 12 + i, CONFIG) for i in range(5))  # the second rank pads
-    common = {"model": CONFIG, "start": start, "samples": samples, "algorithm": EVERYTHING}
+    common = {"model": CONFIG, "start": start, "samples": samples, "algorithm": EVERYTHING, "replay": True}
     steps = Case(**common, name="steps", sgd=True, num_steps=3)
     one = ranks.run([steps, Case(**common, name="saved", num_steps=2, save=first)], 1, tmp_path / "job one")
     again = Case(**common, name="again", load=first, num_steps=0, save=second, expert_parallel=2)

@@ -35,7 +35,7 @@ def learner_routes() -> np.ndarray:
 
 
 def of(compared: TrainSample, logprobs: np.ndarray, routes: np.ndarray) -> SampleParity:
-    return SampleParity.of(compared, SampleScores(proximal_logprobs_R=logprobs), routes)
+    return SampleParity.of(compared, logprobs, routes, SampleScores(proximal_logprobs_R=logprobs))
 
 
 def report(*parts: SampleParity, entropy_sum: float = 0.0) -> ParityReport:
