@@ -169,6 +169,7 @@ def _update_metrics(facts: RoundFacts) -> dict[str, float]:
         "loss/balance": facts.load_balance_coef * update.balance_loss,
         "loss/router_z": facts.router_z_coef * update.router_z_loss,
         "clip_frac": update.clip_frac,
+        "advantage/std": float(np.concatenate([s.advantages_R for s in facts.credit.samples if s.trained]).std()),
         "kl/behavior_policy": update.kl_behavior_policy,
         "grad_norm": update.grad_norm,
         "tokens/trained": float(update.num_tokens),

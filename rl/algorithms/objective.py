@@ -15,6 +15,7 @@ from rl.algorithms.base import AlgorithmError, Loss, TokenLoss, TokenStreams
 from rl.algorithms.config import AlgorithmConfig, Importance, KlEstimator, KlPlace
 from rl.algorithms.importance import Correction, proximal_of
 from rl.algorithms.kl import kl_estimate, kl_loss
+from rl.algorithms.surrogate import ratio
 
 
 class Objective:
@@ -51,9 +52,10 @@ class Objective:
     def _corrected(self, streams: TokenStreams) -> TokenLoss:
         """The algorithm's loss; with a correction, on the ratio policy / proximal and weighed."""
         if self._correction is None:
-            return self._algorithm.token_loss(streams)
+            loss = self._algorithm.token_loss(streams)
+            return dataclasses.replace(loss, watched={**loss.watched, "ratio/mean": ratio(streams).detach()})
         weight_R, cut_R = self._correction.weights(streams)
         proximal = dataclasses.replace(streams, behavior_logprobs_R=proximal_of(streams))
         loss = self._algorithm.token_loss(proximal)
-        watched = {**loss.watched, "importance/mean": weight_R, "importance/cut_frac": cut_R}
-        return dataclasses.replace(loss, loss_R=weight_R * loss.loss_R, watched=watched)
+        watched = {"ratio/mean": ratio(proximal).detach(), "importance/mean": weight_R, "importance/cut_frac": cut_R}
+        return dataclasses.replace(loss, loss_R=weight_R * loss.loss_R, watched={**loss.watched, **watched})

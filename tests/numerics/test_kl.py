@@ -88,7 +88,7 @@ def test_the_objective_adds_the_weighted_penalty_to_any_algorithm_and_watches_it
     torch.testing.assert_close(loss.watched["kl/reference_policy"], (-kl_R).expm1() + kl_R)
     in_reward = Objective(algorithm, dataclasses.replace(config, kl_in=KlPlace.reward)).token_loss(streams)
     assert in_reward.terms == {}
-    assert in_reward.watched.keys() == {"kl/reference_policy"}
+    assert in_reward.watched.keys() == {"ratio/mean", "kl/reference_policy"}
     off = Objective(algorithm, AlgorithmConfig()).token_loss(dataclasses.replace(streams, reference_logprobs_R=None))
     assert torch.equal(off.total(), alone.loss_R)
     with pytest.raises(AlgorithmError, match=r"^algorithm\.kl_coef: needs the reference's logprobs of every token, "):

@@ -90,7 +90,9 @@ def test_at_zero_update_the_clipped_ratio_is_exactly_one_however_stale_the_sampl
     assert not loss.clipped_R.any()
     coupled = objective(config(Importance.none)).token_loss(streams(PROXIMAL))
     assert coupled.clipped_R.any(), "the control: one ratio for both jobs clips them for their age"
-    assert coupled.watched == {}
+    assert coupled.watched.keys() == {"ratio/mean"}
+    assert (loss.watched["ratio/mean"] == 1).all()
+    torch.testing.assert_close(coupled.watched["ratio/mean"], torch.tensor(np.exp(PROXIMAL - BEHAVIOR)))
 
 
 @pytest.mark.parametrize("level", ImportanceLevel)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from rl.advantage import Credit
+from rl.batch import TrainSample
 from rl.evaluate import Decoding, Evaluation
 from rl.learner.learner import UpdateReport
 from rl.metrics import MetricsLog, read_metrics
@@ -26,6 +27,21 @@ UPDATE = UpdateReport(
     expert_load_LE=np.array([[0.5, 0.5, 0.0], [0.125, 0.75, 0.125]]),
     terms={"loss/kl": 0.03125},
     watched={"kl/reference_policy": 0.0625},
+)
+
+
+SAMPLES = tuple(
+    TrainSample(
+        key=str(number),
+        ids_T=np.arange(3),
+        targets_R=np.array([1, 2]),
+        behavior_logprobs_R=np.zeros(2, np.float32),
+        advantages_R=np.array(advantages, np.float32),
+        routes_TLK=np.zeros((2, 1, 1), np.uint8),
+        weight_version=4,
+        trained=number < 2,
+    )
+    for number, advantages in enumerate([(1.0, 1.0), (-1.0, -1.0), (9.0, 9.0)])
 )
 
 
@@ -51,7 +67,7 @@ def facts(hand) -> RoundFacts:
     )
     return RoundFacts(
         groups=(ScoredGroup(task=hand.task("a"), scored=first), ScoredGroup(task=hand.task("b"), scored=second)),
-        credit=Credit(samples=(), num_masked=1, no_variance_frac=0.5, explained_variance=0.75),
+        credit=Credit(samples=SAMPLES, num_masked=1, no_variance_frac=0.5, explained_variance=0.75),
         parity=ParityReport(
             num_tokens=13,
             num_routed=9,
@@ -106,6 +122,7 @@ def test_the_metrics_of_a_round_by_hand(facts: RoundFacts):
         "loss/balance": 1.0,
         "loss/router_z": 0.75,
         "clip_frac": 0.25,
+        "advantage/std": 1.0,
         "kl/behavior_policy": 0.125,
         "loss/kl": 0.03125,
         "kl/reference_policy": 0.0625,
@@ -123,7 +140,8 @@ def test_an_update_that_did_not_happen_is_left_out(facts: RoundFacts):
     without = round_metrics(replace(facts, update=None), rollout_s=2.0)
     left_out = with_update.keys() - without.keys()
     assert left_out == {
-        "loss/policy", "loss/balance", "loss/router_z", "clip_frac", "kl/behavior_policy", "grad_norm",
+        "loss/policy", "loss/balance", "loss/router_z", "clip_frac", "advantage/std", "kl/behavior_policy",
+        "grad_norm",
         "loss/kl", "kl/reference_policy", "tokens/trained", "expert_load/max_frac", "expert_load/min_frac",
         "experts/dead",
     }  # fmt: skip
