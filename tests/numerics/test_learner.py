@@ -493,17 +493,3 @@ def test_loading_into_a_used_learner_forgets_what_it_did(make: MakeLearner, tmp_
     fresh = make(weight_decay=0.1)
     fresh.update([SAMPLES[:5], SAMPLES[5:]], GRPO, LR)
     assert all(torch.equal(value, masters(fresh)[name]) for name, value in masters(learner).items())
-
-
-def test_a_checkpoint_of_another_model_is_refused(make: MakeLearner, tmp_path: Path):
-    other = dataclasses.replace(MODEL, num_experts=8)
-    model = Transformer(other)
-    init_weights(model, 0)
-    save_model(tmp_path, other, dict(model.named_parameters()), {})
-    learner = make()
-    before = masters(learner)
-    with pytest.raises(
-        LearnerError, match=r"must be of the model of this run, got ModelConfig\(.*num_experts=8.*; use the"
-    ):
-        learner.load(tmp_path)
-    assert all(torch.equal(before[name], master) for name, master in masters(learner).items())
