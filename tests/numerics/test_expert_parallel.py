@@ -106,8 +106,8 @@ def assert_close(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
 def assert_alike(family: Family, one: Mapping[str, Found], several: Mapping[str, Found]) -> None:
     for name, got in several.items():
         expected = one[name]
-        # Of the first step: later ones amplify the rounding of the weights, which have their own bound. A loss is a mean
-        # of terms of about 1 that cancel.
+        # Of the first step: later ones amplify the rounding of the weights, which have their own bound. A loss is a
+        # mean of terms of about 1 that cancel.
         np.testing.assert_allclose(got.losses[0], expected.losses[0], rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
         np.testing.assert_allclose(got.grad_norms[0], expected.grad_norms[0], rtol=TOLERANCE, err_msg=name)
         np.testing.assert_array_equal(got.loads_LE[0], expected.loads_LE[0])
