@@ -147,7 +147,7 @@ def _permuted(rewards: list[Rewards], key: tuple[int, ...] | None) -> list[Rewar
 
 
 def _weighed(episode: Episode, weighing: Weighing) -> list[TrainSample]:
-    num_tokens = sum(turn_lengths(episode.scored.trajectory)) or 1  # a silent one has nothing to weigh
+    num_tokens = episode.scored.trajectory.num_sampled_tokens or 1  # a silent one has nothing to weigh
     token_weight, token_mass = weighing.token(num_tokens)
     return [replace(sample, token_weight=token_weight, token_mass=token_mass) for sample in episode.samples]
 

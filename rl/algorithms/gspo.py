@@ -17,11 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from rl.algorithms.base import Rewards, TokenLoss, TokenStreams
 from rl.algorithms.rewards import centered, checked
-from rl.algorithms.surrogate import Clip
+from rl.algorithms.surrogate import Clip, sequence_sums
 
 
 class Gspo:
@@ -38,6 +36,7 @@ class Gspo:
         """-min(s A, clip(s) A), s of the token's sequence with the gradient of the token's logprob."""
         policy_R, sequence_R = streams.policy_logprobs_R, streams.sequence_R
         log_ratio_R = (policy_R - streams.behavior_logprobs_R).detach()
-        count_S = torch.bincount(sequence_R)
-        mean_S = log_ratio_R.new_zeros(len(count_S)).index_add_(0, sequence_R, log_ratio_R) / count_S
-        return self._clip.surrogate((mean_S[sequence_R] + (policy_R - policy_R.detach())).exp(), streams.advantages_R)
+        total_S, count_S = sequence_sums(log_ratio_R, sequence_R)
+        return self._clip.surrogate(
+            ((total_S / count_S)[sequence_R] + (policy_R - policy_R.detach())).exp(), streams.advantages_R
+        )

@@ -26,6 +26,7 @@ import torch
 
 from rl.algorithms.base import AlgorithmError, TokenStreams
 from rl.algorithms.config import Importance, ImportanceLevel
+from rl.algorithms.surrogate import sequence_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,7 @@ class Correction:
         """The weight of each token [R], and whether the cap changed it. Raises AlgorithmError without proximal ones."""
         log_ratio_R = proximal_of(streams) - streams.behavior_logprobs_R
         if self.level is not ImportanceLevel.token:
-            count_S = torch.bincount(streams.sequence_R)
-            total_S = log_ratio_R.new_zeros(len(count_S)).index_add_(0, streams.sequence_R, log_ratio_R)
+            total_S, count_S = sequence_sums(log_ratio_R, streams.sequence_R)
             log_ratio_S = total_S / count_S if self.level is ImportanceLevel.geometric else total_S
             log_ratio_R = log_ratio_S[streams.sequence_R]
         ratio_R = log_ratio_R.exp()

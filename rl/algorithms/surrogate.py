@@ -1,6 +1,6 @@
 """The clipped surrogate of PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7), which several algorithms share.
 
-Shapes: R trainable tokens.
+Shapes: R trainable tokens, S sequences they belong to.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ class Clip:
         clipped_ratio_R = ratio_R.clamp(1 - self.low, 1 + self.high)
         unclipped_R, clipped_R = ratio_R * advantages_R, clipped_ratio_R * advantages_R
         return TokenLoss(loss_R=-torch.minimum(unclipped_R, clipped_R), clipped_R=clipped_R < unclipped_R)
+
+
+def sequence_sums(values_R: torch.Tensor, sequence_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of each sequence's values, and how many there are (int64), both [S]."""
+    count_S = torch.bincount(sequence_R)
+    return values_R.new_zeros(len(count_S)).index_add_(0, sequence_R, values_R), count_S
 
 
 def ratio(streams: TokenStreams) -> torch.Tensor:
