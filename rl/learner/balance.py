@@ -47,14 +47,12 @@ class BalanceSettings:
 
 
 class RouterLossPart(NamedTuple):
-    """Of one micro-batch: the weighted sum with its gradient, and both losses unweighted; they add up."""
+    """Of one micro-batch: the weighted sum with its gradient, both losses unweighted, the choices; they add up."""
 
     weighted: torch.Tensor
     balance: float
     router_z: float
-
-
-NO_ROUTER_LOSS = RouterLossPart(torch.zeros(()), 0.0, 0.0)
+    dispatched: DispatchTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +66,9 @@ class RouterLoss:
     dispatched: DispatchTotals | None
 
     def part(self, out: PolicyOutput, batch: Batch) -> RouterLossPart:
-        """Those of one micro-batch."""
+        """Those of one micro-batch; padding has none, and dispatches nothing."""
         if batch.is_padding:
-            return NO_ROUTER_LOSS
+            return RouterLossPart(torch.zeros(()), 0.0, 0.0, nothing_dispatched(self.model))
         own = count_dispatched(out.routes_TLK, self.model)
         every_T = torch.ones(batch.num_tokens, dtype=torch.bool)
         sums = router_sums(out.router_logits_TE, every_T, self.model.router_scores)
@@ -85,12 +83,18 @@ class RouterLoss:
             balance = load_balancing_loss(sums, own) * share
         z_loss = router_z_loss(sums, own) * share
         weighted = self.settings.load_balance_coef * balance + self.settings.router_z_coef * z_loss
-        return RouterLossPart(weighted, float(balance.detach()), float(z_loss.detach()))
+        return RouterLossPart(weighted, float(balance.detach()), float(z_loss.detach()), own)
 
 
 def count_dispatched(routes_TLK: torch.Tensor, model: ModelConfig) -> DispatchTotals:
     """The choices of every token."""
     return dispatch_totals(routes_TLK, torch.ones(len(routes_TLK), dtype=torch.bool), model.num_experts)
+
+
+def nothing_dispatched(model: ModelConfig) -> DispatchTotals:
+    """What sums of counts begin with."""
+    counts_LE = torch.zeros(len(model.moe_layers), model.num_experts, dtype=torch.int64)
+    return DispatchTotals(counts_LE=counts_LE, num_tokens=0)
 
 
 def update_selection_biases(model: Transformer, counts_LE: torch.Tensor, speed: float) -> None:

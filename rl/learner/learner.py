@@ -26,8 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from model.checkpoint import load_model, save_model
 from model.config import KernelChoice, ModelConfig
@@ -37,9 +35,17 @@ from model.snapshot import WeightSnapshot
 from rl.algorithms.base import Loss, TokenLoss
 from rl.algorithms.config import BalanceScope
 from rl.algorithms.registry import has_critic
-from rl.batch import Batch, TrainSample, micro_batches, pack
+from rl.batch import Batch, TrainSample, micro_batches
 from rl.config import RunConfig
-from rl.learner.balance import BalanceSettings, RouterLoss, RouterLossPart, count_dispatched, update_selection_biases
+from rl.learner.balance import (
+    BalanceSettings,
+    RouterLoss,
+    RouterLossPart,
+    count_dispatched,
+    nothing_dispatched,
+    update_selection_biases,
+)
+from rl.learner.counted_file import load_counted, save_counted
 from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.learner.reference import Reference
@@ -217,7 +223,7 @@ class Learner:
         moments = self._gathered(moments)
         if self._ranks.rank == 0:
             save_model(folder, self._spec.model, masters, {})
-            save_file(moments, folder / OPTIMIZER_FILE, metadata={"num_steps": str(num_steps)})
+            save_counted(folder / OPTIMIZER_FILE, moments, num_steps)
         if self._reference is not None:
             self._reference.save(folder)
         if self._value_head is not None and self._ranks.rank == 0:  # it is the same on all
@@ -231,7 +237,7 @@ class Learner:
                 f"checkpoint {folder.name}: must be of the model of this run, got {loaded.config}; "
                 "use the model settings it was saved with"
             )
-        moments, num_steps = _load_moments(folder / OPTIMIZER_FILE)
+        moments, num_steps = load_counted(folder / OPTIMIZER_FILE)
         names = {f"{moment}/{name}" for name in self._engine.trained for moment in MOMENTS}
         if num_steps and moments.keys() != names:
             raise LearnerError(
@@ -268,7 +274,7 @@ class Learner:
         mass = math.fsum(sample.mass for sample in samples)
         share = self._share(samples)
         router_loss = self._router_loss(samples, self._dispatched(samples, share))
-        counts_LE = torch.zeros(len(self._spec.model.moe_layers), self._spec.model.num_experts, dtype=torch.int64)
+        dispatched = nothing_dispatched(self._spec.model)
         for batch in share:
             out = self._engine.forward(batch, self._replayed(batch))
             logprobs_R = self._logprobs(out, batch)
@@ -278,31 +284,36 @@ class Learner:
             loss = (token_loss.total() * batch.weights_R).sum() * batch.counted / mass
             of_router = router_loss.part(out, batch)
             self._engine.backward(loss + of_router.weighted)
+            dispatched += of_router.dispatched
             if not batch.is_padding:
-                counts_LE += count_dispatched(out.routes_TLK, self._spec.model).counts_LE
                 totals.add(batch, token_loss, mass, of_router, logprobs_R.detach())
-        totals.add_step(self._step(lr), num_tokens, counts_LE)
+        totals.add_step(self._step(lr), num_tokens, dispatched.counts_LE)
         if self._value_head is not None:
             self._value_head.step(self._ranks)
         if speed := self._spec.balance.bias_update_speed:
-            update_selection_biases(self._policy.model, self._ranks.total(counts_LE.clone()), speed)
+            update_selection_biases(self._policy.model, self._ranks.total(dispatched.counts_LE.clone()), speed)
         self._policy.refresh()
 
     def _replayed(self, batch: Batch) -> torch.Tensor | None:
         """The recorded routes of a batch; `None` when the router shall choose."""
         if not self._spec.router_replay:
             return None
+        for sample in batch.samples:
+            self._recorded(sample)
+        return batch.routes_TLK
+
+    def _recorded(self, sample: TrainSample) -> np.ndarray:
+        """The recorded routes of the tokens that are computed. Raises LearnerError where any is missing."""
         model = self._spec.model
         expected = (len(model.moe_layers), model.num_experts_per_tok)
-        for sample in batch.samples:
-            found = sample.routes_TLK.shape
-            if found[0] < sample.num_inputs or found[1:] != expected:
-                raise LearnerError(
-                    f"router replay: sample {sample.key} needs the routes of {sample.num_inputs} tokens in "
-                    f"{expected[0]} layers, {expected[1]} experts each, got {found}; record them, or set "
-                    "learner.router_replay=false"
-                )
-        return batch.routes_TLK
+        found = sample.routes_TLK.shape
+        if found[0] < sample.num_inputs or found[1:] != expected:
+            raise LearnerError(
+                f"router replay: sample {sample.key} needs the routes of {sample.num_inputs} tokens in "
+                f"{expected[0]} layers, {expected[1]} experts each, got {found}; record them, or set "
+                "learner.router_replay=false"
+            )
+        return sample.routes_TLK[: sample.num_inputs]
 
     def _scores(self, batch: Batch, out: PolicyOutput, logprobs_R: torch.Tensor) -> SampleScores:
         """What an update would compute of a batch before its first step; `out` is on the router's own routes.
@@ -338,15 +349,15 @@ class Learner:
         if settings.scope is not BalanceScope.global_batch or not settings.load_balance_coef:
             return None
         if self._spec.router_replay:
-            routes = [self._replayed(pack([sample])) for sample in samples]
-            return count_dispatched(torch.cat([one for one in routes if one is not None]), model)
-        counts_LE = torch.zeros(len(model.moe_layers), model.num_experts, dtype=torch.int64)
+            routes_TLK = np.concatenate([self._recorded(sample) for sample in samples])
+            return count_dispatched(torch.from_numpy(routes_TLK), model)
+        own = nothing_dispatched(model)
         for batch in share:
             routes_TLK = self._policy(batch).routes_TLK
             if not batch.is_padding:
-                counts_LE += count_dispatched(routes_TLK, model).counts_LE
+                own += count_dispatched(routes_TLK, model)
         num_tokens = sum(sample.num_inputs for sample in samples)
-        return DispatchTotals(counts_LE=self._ranks.total(counts_LE), num_tokens=num_tokens)
+        return DispatchTotals(counts_LE=self._ranks.total(own.counts_LE), num_tokens=num_tokens)
 
     def _logprobs(self, out: PolicyOutput, batch: Batch) -> torch.Tensor:
         """Logprob of each trainable token at the temperature it was sampled at, as the behavior logprobs are."""
@@ -453,9 +464,3 @@ def _value_head(spec: LearnerSpec, lr: float) -> ValueHead:
         beta2=settings.beta2,
         max_grad_norm=settings.max_grad_norm,
     )
-
-
-def _load_moments(file: Path) -> tuple[dict[str, torch.Tensor], int]:
-    with safe_open(file, framework="pt") as stored:
-        num_steps = int(stored.metadata()["num_steps"])
-    return load_file(file), num_steps

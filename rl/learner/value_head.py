@@ -15,14 +15,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.parallel.groups import Ranks
+from rl.learner.counted_file import load_counted, save_counted
+from rl.learner.deepspeed import MOMENTS
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ValueHeadError(ValueError):
@@ -64,8 +63,8 @@ class ValueHead(nn.Module):
             state = self._optimizer.state.get(parameter)
             if state:
                 num_steps = int(state["step"])
-                stored |= {f"{moment}/{name}": state[moment].clone() for moment in _MOMENTS}
-        save_file(stored, folder / VALUE_HEAD_FILE, metadata={"num_steps": str(num_steps)})
+                stored |= {f"{moment}/{name}": state[moment].clone() for moment in MOMENTS}
+        save_counted(folder / VALUE_HEAD_FILE, stored, num_steps)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -76,9 +75,7 @@ class ValueHead(nn.Module):
                 f"checkpoint {folder.name}: must hold the value head of the run, got no {VALUE_HEAD_FILE}; resume with "
                 "the algorithm it was saved with"
             )
-        with safe_open(file, framework="pt") as opened:
-            num_steps = int(opened.metadata()["num_steps"])
-        stored = load_file(file)
+        stored, num_steps = load_counted(file)
         if stored["weight"].shape != self.weight.shape:
             raise ValueHeadError(
                 f"checkpoint {folder.name}: its value head must read {len(self.weight)} numbers, got "
@@ -88,5 +85,5 @@ class ValueHead(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.copy_(stored[name])
             if num_steps:
-                moments = {moment: stored[f"{moment}/{name}"].clone() for moment in _MOMENTS}
+                moments = {moment: stored[f"{moment}/{name}"].clone() for moment in MOMENTS}
                 self._optimizer.state[parameter] = {"step": torch.tensor(float(num_steps)), **moments}
