@@ -6,7 +6,6 @@ Every wait has a deadline and names the worker it waits for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from model.snapshot import WeightSnapshot
 from rollout.actor import RolloutActor
 from rollout.episode import EpisodeJob
 from rollout.types import Task, TaskLimits, Trajectory, TrajectoryGroup
+from rollout.waiting import StillWaitingError, as_they_finish
 from rollout.worker import WorkerSpec
 
 
@@ -152,23 +152,21 @@ class RolloutPool:
         Raises PoolError as soon as a worker died, and when the deadline passed; it names the workers. What the method
         itself raised is raised here.
         """
-        waiting = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
-        index_of = {reference: index for index, reference in enumerate(waiting)}
-        results: list[Any] = [None] * len(waiting)
-        deadline = time.monotonic() + self._deadline_s
-        while waiting:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                raise PoolError(
-                    f"rollout: {', '.join(self._who(index_of[reference]) for reference in waiting)} did not {what} in "
-                    f"time, got nothing for {self._deadline_s:.0f} s; look at the stack with `py-spy dump`, or raise "
-                    "rollout.round_deadline_s"
-                )
-            index = index_of[ready[0]]
-            try:
-                results[index] = ray.get(ready[0])
-            except RayActorError as error:
-                raise PoolError(f"rollout: {self._who(index)} died while it should {what}, {_why(error)}") from error
+        calls = [getattr(actor, method).remote(*args) for actor, args in zip(self._actors, arguments, strict=True)]
+        results: list[Any] = [None] * len(calls)
+        try:
+            for index, reference in as_they_finish(calls, self._deadline_s):
+                try:
+                    results[index] = ray.get(reference)
+                except RayActorError as error:
+                    raise PoolError(
+                        f"rollout: {self._who(index)} died while it should {what}, {_why(error)}"
+                    ) from error
+        except StillWaitingError as error:
+            raise PoolError(
+                f"rollout: {', '.join(map(self._who, error.pending))} did not {what} in time, got nothing for "
+                f"{self._deadline_s:.0f} s; look at the stack with `py-spy dump`, or raise rollout.round_deadline_s"
+            ) from error
         return results
 
     def _who(self, index: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rl.learner.deepspeed import Rendezvous
 from rl.learner.learner import LearnerSpec, UpdateReport
 from rl.parity import ParityReport
 from rollout.types import WeightVersion
+from rollout.waiting import StillWaitingError, as_they_finish
 
 _LAST_WORDS_S = 5.0
 """How long another rank may take to die of what made this one fail."""
@@ -50,18 +50,12 @@ class LearnerGroup:
                 f"learner.num_ranks: the cluster must have a free CPU for each, got {num_ranks} ranks and "
                 f"{ray.available_resources().get('CPU', 0):.0f} free CPUs after {deadline_s:.0f} s; use fewer"
             )
-        actor_class: Any = LearnerActor  # Ray's decorator hides the class from the type checker
-        for rank in range(num_ranks):
-            place = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=rank)
-            self._actors.append(actor_class.options(num_cpus=1, scheduling_strategy=place).remote(spec))
-        meeting = [self._actors[0].meeting_point.remote()]
-        address, port = self._collect("start", meeting)[0]
-        self.pids: list[int] = self._call_all("start", "pid")
-        meetings = [
-            Rendezvous(rank=rank, world_size=num_ranks, address=address, port=port) for rank in range(num_ranks)
-        ]
-        starting = [actor.start.remote(meeting) for actor, meeting in zip(self._actors, meetings, strict=True)]
-        self._collect("build its engine", starting)
+        self.pids: list[int] = []
+        try:
+            self._start(spec, num_ranks)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> LearnerGroup:
         return self
@@ -111,6 +105,19 @@ class LearnerGroup:
                 ray.kill(actor)
             remove_placement_group(self._bundles)
 
+    def _start(self, spec: LearnerSpec, num_ranks: int) -> None:
+        actor_class: Any = LearnerActor  # Ray's decorator hides the class from the type checker
+        for rank in range(num_ranks):
+            place = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=rank)
+            self._actors.append(actor_class.options(num_cpus=1, scheduling_strategy=place).remote(spec))
+        self.pids = self._call_all("start", "pid")
+        address, port = self._collect("start", [self._actors[0].meeting_point.remote()])[0]
+        meetings = [
+            Rendezvous(rank=rank, world_size=num_ranks, address=address, port=port) for rank in range(num_ranks)
+        ]
+        starting = [actor.start.remote(meeting) for actor, meeting in zip(self._actors, meetings, strict=True)]
+        self._collect("build its engine", starting)
+
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         return self._call_all(what, method, *arguments)[0]
 
@@ -120,24 +127,22 @@ class LearnerGroup:
 
     def _collect(self, what: str, references: Sequence[Any]) -> list[Any]:
         """Every rank's answer; the first failure of any of them ends the wait, for the others now wait for it."""
-        deadline_s = time.monotonic() + self._deadline_s
-        pending = list(references)
-        while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline_s - time.monotonic()))
-            if not done:
-                waiting = ", ".join(str(references.index(reference)) for reference in pending)
-                raise LearnerGroupError(
-                    f"learner: rank {waiting} did not {what} in time, got nothing for {self._deadline_s:.0f} s; look "
-                    "at its stack with `py-spy dump`, or raise learner.call_deadline_s"
-                )
-            try:
-                ray.get(done[0])
-            except RayActorError as error:
-                raise self._died(what, references.index(done[0]), error) from error
-            except RayTaskError as error:
-                self._look_for_a_death(what, references, error)
-                raise
-        return ray.get(list(references))
+        answers: list[Any] = [None] * len(references)
+        try:
+            for rank, reference in as_they_finish(references, self._deadline_s):
+                try:
+                    answers[rank] = ray.get(reference)
+                except RayActorError as error:
+                    raise self._died(what, rank, error) from error
+                except RayTaskError as error:
+                    self._look_for_a_death(what, references, error)
+                    raise
+        except StillWaitingError as error:
+            raise LearnerGroupError(
+                f"learner: rank {', '.join(map(str, error.pending))} did not {what} in time, got nothing for "
+                f"{self._deadline_s:.0f} s; look at its stack with `py-spy dump`, or raise learner.call_deadline_s"
+            ) from error
+        return answers
 
     def _look_for_a_death(self, what: str, references: Sequence[Any], failure: RayTaskError) -> None:
         """A rank whose partner died fails in a collective, which says nothing of the cause: raise that instead."""
