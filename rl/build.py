@@ -31,7 +31,7 @@ from rl.algorithms.registry import aggregation_of, build_algorithm
 from rl.checkpoint import Checkpoints, RunState
 from rl.cluster import ray_cluster
 from rl.config import Placement, RunConfig
-from rl.config_check import WorkerPlan, resolve_workers
+from rl.config_check import WorkerPlan, episodes_together, resolve_workers
 from rl.evaluate import Evaluator
 from rl.interrupt import graceful_interrupt
 from rl.learner.group import LearnerGroup, RankDiedError
@@ -73,6 +73,18 @@ class _Start:
         return 1 if self.state is None else self.state.next_round
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """What a run has before anything of it is started; the kernels of `config` are resolved."""
+
+    config: RunConfig
+    folder: RunFolder
+    progress: Progress
+    tasks: TaskSource
+    workers: WorkerPlan
+    checkpoints: Checkpoints
+
+
 def run(config: RunConfig, folder: RunFolder) -> RunResult:
     """Carry out a run, or what is left of it, in `folder`. Raises KeyboardInterrupt when it was asked to stop.
 
@@ -82,13 +94,16 @@ def run(config: RunConfig, folder: RunFolder) -> RunResult:
         tasks, workers = _prepare(config, progress)
         config = _with_kernels(config, progress)
         checkpoints = Checkpoints(folder.path / "checkpoints", config.run.keep_checkpoints)
+        ready = _Ready(
+            config=config, folder=folder, progress=progress, tasks=tasks, workers=workers, checkpoints=checkpoints
+        )
         restarts, first_round = 0, 0
         while True:
             start = _find_start(config, checkpoints, tasks)
             restarts = restarts + 1 if start.first_round == first_round else 0
             first_round = start.first_round
             try:
-                stopped = _carry_on(config, folder, progress, tasks, checkpoints, start, workers)
+                stopped = _carry_on(ready, start)
                 break
             except RankDiedError as error:
                 if restarts >= config.run.max_restarts:
@@ -99,16 +114,9 @@ def run(config: RunConfig, folder: RunFolder) -> RunResult:
     return _finish(config, folder, workers)
 
 
-def _carry_on(
-    config: RunConfig,
-    folder: RunFolder,
-    progress: Progress,
-    tasks: TaskSource,
-    checkpoints: Checkpoints,
-    start: _Start,
-    workers: WorkerPlan,
-) -> bool:
+def _carry_on(ready: _Ready, start: _Start) -> bool:
     """From `start` to the last round; whether the run was asked to stop before it."""
+    config, progress, tasks, workers = ready.config, ready.progress, ready.tasks, ready.workers
     with ExitStack() as stack:
         if start.plan.note:
             progress.say(start.plan.note)
@@ -116,7 +124,7 @@ def _carry_on(
         _try_out(config, tasks, pool)
         if start.state is None and config.warm_start.checkpoint is None:
             warm_start(config, start.plan, tasks, pool, workers.learner_threads, progress)
-        return _rounds(stack, config, folder, progress, tasks, checkpoints, start, pool, workers)
+        return _rounds(stack, ready, start, pool)
 
 
 def make_start(config: RunConfig) -> Path:
@@ -175,13 +183,12 @@ def _start_workers(
     progress.stage("starting Ray")
     stack.enter_context(ray_cluster(config.cluster, num_cpus=workers.num_workers + config.learner.num_ranks))
     progress.stage("starting the rollout workers and their sandboxes")
-    episodes = max(config.rollout.prompts_per_round * config.rollout.group_size, config.evaluation.num_tasks)
     spec = WorkerSpec(
         env=config.env,
         model=plan.model,
         tokenizer_json=plan.tokenizer_json,
         num_threads=workers.threads_per_worker,
-        max_sessions=-(-episodes // workers.num_workers),
+        max_sessions=-(-episodes_together(config) // workers.num_workers),
         max_retries=config.rollout.max_retries,
         chat_format=config.rollout.chat_format,
         kernels=config.cluster.kernels,
@@ -211,30 +218,21 @@ def _try_out(config: RunConfig, tasks: TaskSource, pool: RolloutPool) -> None:
         raise TrialError(f"{what}: a trial episode could not be judged, got {reason}; fix it and run again")
 
 
-def _rounds(
-    stack: ExitStack,
-    config: RunConfig,
-    folder: RunFolder,
-    progress: Progress,
-    tasks: TaskSource,
-    checkpoints: Checkpoints,
-    start: _Start,
-    pool: RolloutPool,
-    workers: WorkerPlan,
-) -> bool:
+def _rounds(stack: ExitStack, ready: _Ready, start: _Start, pool: RolloutPool) -> bool:
     """All remaining rounds with the evaluations around them; whether the run was asked to stop."""
+    config, folder, progress = ready.config, ready.folder, ready.progress
     progress.stage("building the learner")
     learners = stack.enter_context(
         LearnerGroup(
             LearnerSpec.of(
-                config, model=start.plan.model, start=start.plan.folder, num_threads=workers.learner_threads
+                config, model=start.plan.model, start=start.plan.folder, num_threads=ready.workers.learner_threads
             ),
             num_ranks=config.learner.num_ranks,
             deadline_s=config.learner.call_deadline_s,
         )
     )
     publisher = Publisher(learners, pool, bounds_for(config.parity, config.model.compute_dtype, config.cluster.kernels))
-    rollouts = Rollouts(config=config, tasks=tasks, pool=pool)
+    rollouts = Rollouts(config=config, tasks=ready.tasks, pool=pool)
     if start.state is not None:
         rollouts.resume(start.state)
         learners.load(start.plan.folder.resolve())
@@ -261,7 +259,7 @@ def _rounds(
     evaluator = Evaluator(
         pool=pool,
         reward=_reward(config),
-        tasks=tasks,
+        tasks=ready.tasks,
         limits=task_limits(config),
         max_context_tokens=config.env.max_context_tokens,
         settings=config.evaluation,
@@ -281,7 +279,7 @@ def _rounds(
         learners=learners,
         publisher=publisher,
         evaluator=evaluator,
-        checkpoints=checkpoints,
+        checkpoints=ready.checkpoints,
         recorder=recorder,
         companions=_companions(start.plan),
         wandb_id=wandb_id,

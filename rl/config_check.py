@@ -343,6 +343,11 @@ def resolve_workers(config: RunConfig, cpus: int | None = None) -> WorkerPlan:
     )
 
 
+def episodes_together(config: RunConfig) -> int:
+    """Episodes that are open at once, on all workers."""
+    return max(config.rollout.prompts_per_round * config.rollout.group_size, config.evaluation.num_tasks)
+
+
 def check_placement(config: RunConfig, cpus: int) -> None:
     """Check that what the run asks for fits on `cpus` CPUs.
 
@@ -407,10 +412,10 @@ def estimate_cache_bytes(config: RunConfig, plan: WorkerPlan) -> int:
     if config.rollout.kv_memory_mb:
         return plan.num_workers * config.rollout.kv_memory_mb * _MIB
     model = config.model
-    values = model.kv_lora_rank + model.qk_rope_head_dim or 2 * model.num_kv_heads * model.head_dim
+    latents, heads = model.kv_lora_rank + model.qk_rope_head_dim, 2 * model.num_kv_heads * model.head_dim
+    values = latents if model.is_latent else heads
     bytes_per_token = values * model.num_layers * (4 if model.compute_dtype is model_config.ComputeDtype.fp32 else 2)
-    episodes = max(config.rollout.prompts_per_round * config.rollout.group_size, config.evaluation.num_tasks)
-    return episodes * config.env.max_context_tokens * bytes_per_token
+    return episodes_together(config) * config.env.max_context_tokens * bytes_per_token
 
 
 def preflight(config: RunConfig) -> list[str]:
