@@ -7,48 +7,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from model.checkpoint import save_model
-from model.config import ModelConfig
 from model.transformer import Transformer, init_weights, parameter_shapes
-from rl.algorithms.config import AlgorithmConfig
-from rl.algorithms.registry import build_algorithm
-from rl.batch import TrainSample
 from rl.cluster import ray_cluster
 from rl.config import ClusterConfig
 from rl.learner.deepspeed import OptimizerSettings
 from rl.learner.group import LearnerGroup, LearnerGroupError, RankDiedError
 from rl.learner.learner import LearnerSpec
 from rollout.types import WeightVersion
+from tests.numerics.test_learner import GRPO, MODEL, SAMPLES
 
 pytestmark = pytest.mark.ray
 
-MODEL = ModelConfig(
-    vocab_size=48, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
-    expert_hidden_size=32, num_experts=4, num_experts_per_tok=2, max_positions=64,
-)  # fmt: skip
-GRPO = build_algorithm(AlgorithmConfig())
 DEADLINE_S = 120.0
-
-
-def sample(number: int) -> TrainSample:
-    rng = np.random.default_rng(number)
-    targets = np.arange(3, 20)
-    return TrainSample(
-        key=f"{number:03d}",
-        ids_T=rng.integers(0, MODEL.vocab_size, 20),
-        targets_R=targets,
-        behavior_logprobs_R=rng.normal(-4.0, 0.3, len(targets)).astype(np.float32),
-        advantages_R=rng.normal(size=len(targets)).astype(np.float32),
-        routes_TLK=np.zeros((0, 0, 0), np.uint8),
-        weight_version=0,
-        trained=True,
-    )
-
-
-SAMPLES = [sample(i) for i in range(6)]
 
 
 @pytest.fixture(scope="module")

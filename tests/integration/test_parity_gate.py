@@ -5,7 +5,6 @@ the published bytes and the mathematics are the same on both sides.
 """
 
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +30,7 @@ from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.subscribe import Subscriber
 from rollout.types import SampleRequest, SamplingParams, WeightVersion
+from tests.ports import free_port
 
 MODEL = ModelConfig(
     vocab_size=48, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -155,10 +155,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loop]:
         micro_batch_tokens=512,
         balance=BalanceSettings(load_balance_coef=0.01),
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    learner = Learner(spec, Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=port))
+    learner = Learner(spec, Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=free_port()))
     for step in range(40):
         loss = learner.fit([demonstration(32 * step + i) for i in range(32)], 1e-2 * min(1.0, (step + 1) / 10))
     assert loss < 2.0  # of log 48 = 3.9 at the start

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
 from rl.parity import ParityReport
 from rollout.types import WeightVersion
+from tests.ports import free_port
 
 TIMEOUT_S = 300
 
@@ -89,9 +89,7 @@ def run(cases: list[Case], num_ranks: int, folder: Path) -> dict[str, Found]:
     folder.mkdir(parents=True, exist_ok=True)
     job, out = folder / "job.pickle", folder / "found.pickle"
     job.write_bytes(pickle.dumps(cases))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.numerics.ranks", str(rank), str(num_ranks), str(port), str(job), str(out)],

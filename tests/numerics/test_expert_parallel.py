@@ -19,7 +19,7 @@ from model.config import Family, KernelChoice, ModelConfig
 from rl.algorithms.config import BalanceScope
 from rl.batch import TrainSample
 from rl.learner.balance import BalanceSettings
-from tests.numerics import ranks
+from tests.numerics import ranks, test_learner
 from tests.numerics.families import MINI, make_model
 from tests.numerics.ranks import Case, Found
 
@@ -35,20 +35,11 @@ EVERY_FAMILY = [pytest.param(QUICK, id=QUICK)] + [pytest.param(f, id=f, marks=py
 def sample(number: int, num_tokens: int, config: ModelConfig) -> TrainSample:
     """Context, answer, observation, answer; routes that keep to the first half of the experts."""
     rng = np.random.default_rng((number, num_tokens))
-    half = num_tokens // 2
-    places = np.array([*range(3, half - 1), *range(half + 1, num_tokens - 1)])
     shape = (num_tokens - 1, len(config.moe_layers))
     some = [rng.permutation(config.num_experts // 2)[: config.num_experts_per_tok] for _ in range(np.prod(shape))]
-    return TrainSample(
-        key=f"{number:03d}",
-        ids_T=rng.integers(0, config.vocab_size, num_tokens),
-        targets_R=places,
-        behavior_logprobs_R=rng.normal(-4.0, 0.3, len(places)).astype(np.float32),
-        advantages_R=rng.normal(size=len(places)).astype(np.float32),
-        routes_TLK=np.array(some, np.uint8).reshape(*shape, -1),
-        weight_version=0,
-        trained=True,
-    )
+    ids = rng.integers(0, config.vocab_size, num_tokens)
+    routes_TLK = np.array(some, np.uint8).reshape(*shape, -1)
+    return dataclasses.replace(test_learner.sample(number, num_tokens, ids=ids), routes_TLK=routes_TLK)
 
 
 def cases(family: Family, start: Path) -> list[Case]:

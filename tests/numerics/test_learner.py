@@ -32,6 +32,7 @@ from rl.learner.learner import Learner, LearnerError, LearnerSpec
 from rl.parity import ParityError
 from rollout.types import WeightVersion
 from tests.numerics.tolerances import relative_error, summed
+from tests.ports import free_port
 
 MODEL = ModelConfig(
     vocab_size=48, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
@@ -44,14 +45,6 @@ GRADIENT = 12 * summed(128)
 """Two layers of 3 chained products, forward and backward, of sums of at most 128 terms, in two orders."""
 
 MakeLearner = Callable[..., Learner]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.types import SampleRequest, SamplingParams, WeightVersion
 from tests.numerics.families import MINI, make_model
+from tests.ports import free_port
 
 GRPO = Grpo(clip=Clip(0.2, 0.28), normalize=False)
 NUM_SAMPLES, PROMPT, ANSWER = 6, 12, 16
@@ -40,15 +40,12 @@ def _environment() -> Iterator[None]:
 
 
 def make_learner(config: ModelConfig, start: Path, kernels: KernelChoice = KernelChoice.auto) -> Learner:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     optimizer = OptimizerSettings(beta1=0.9, beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, zero_stage=1)
     spec = LearnerSpec(
         model=config, optimizer=optimizer, start=start, num_threads=1, micro_batch_tokens=60,
         balance=BalanceSettings(load_balance_coef=0.01, router_z_coef=0.001), kernels=kernels, router_replay=True,
     )  # fmt: skip
-    return Learner(spec, Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=port))
+    return Learner(spec, Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=free_port()))
 
 
 def write_start(config: ModelConfig, folder: Path) -> Path:
