@@ -33,11 +33,6 @@ ARMS: dict[str, tuple[str, ...]] = {
     "gspo": ("algorithm=gspo",),
     "cispo": ("algorithm=cispo",),
     "grpo, routes not replayed": ("learner.router_replay=false",),
-    "grpo, masters read instead of codes": ("learner.quantization.enabled=false",),
-    "grpo, 2 versions late": ("rollout.hold_back_versions=2",),
-    "grpo, 2 versions late, corrected": ("rollout.hold_back_versions=2", "algorithm.importance=truncate"),
-    "grpo, 8 versions late": ("rollout.hold_back_versions=8",),
-    "grpo, 8 versions late, corrected": ("rollout.hold_back_versions=8", "algorithm.importance=truncate"),
 }
 """What an arm changes in `+experiment=coding`."""
 
