@@ -34,7 +34,7 @@ class RoundFacts:
     update: UpdateReport | None
     published: Published
     lr: float
-    sampled_version: int
+    learner_version: int
     load_balance_coef: float
     router_z_coef: float
     num_resampled: int
@@ -116,7 +116,7 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
         "parity/max_abs_nats": facts.parity.max_abs_nats,
         "parity/flipped_routes": float(facts.parity.num_flipped),
         "parity/flipped_tokens": float(facts.parity.num_flipped_tokens),
-        "staleness/mean": _staleness(trajectories, facts.sampled_version),
+        "staleness/mean": _staleness(trajectories, facts.learner_version),
         "groups/total": float(len(facts.groups)),
         "groups/no_variance_frac": facts.credit.no_variance_frac,
         "groups/resampled": float(facts.num_resampled),

@@ -35,6 +35,9 @@ class RolloutConfig:
     that infrastructure broke is run again before it is masked; below `min_valid_frac` of unmasked episodes the round
     fails by name. `kv_memory_mb` bounds the cache of keys and values of each worker (0: enough for all its episodes at
     their longest); with less, fewer episodes decode at once and none is lost. `chat_format` is the checkpoint's.
+
+    `hold_back_versions` is an experiment's knob: the workers run the weights that the learner had so many updates ago
+    (at first the start's), which makes every sample exactly so stale. Held-out evaluation runs the newest ones.
     """
 
     num_workers: int = 0
@@ -47,6 +50,7 @@ class RolloutConfig:
     round_deadline_s: float = 600.0
     kv_memory_mb: int = 0
     chat_format: ChatFormat = ChatFormat.native
+    hold_back_versions: int = 0
 
 
 class EngineConfigError(ValueError):

@@ -153,6 +153,10 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
             "learner.zero_stage: must be at most 2, got 3; use 1 (optimizer states sharded) or 2 (gradients too)",
         ),
         (
+            "rollout.hold_back_versions=-1",
+            "rollout.hold_back_versions: must be at least 0, got -1; 0 sends each version to the workers at once",
+        ),
+        (
             "rollout.group_size=1",
             "rollout.group_size: grpo compares the episodes of a group, so it needs at least 2, got 1; the "
             "default is 8",

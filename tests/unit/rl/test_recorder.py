@@ -81,7 +81,7 @@ def facts(hand) -> RoundFacts:
         update=UPDATE,
         published=Published(version=WeightVersion(5), num_bytes=4096, codes_changed={"a": (1, 4), "b": (1, 12)}),
         lr=3e-4,
-        sampled_version=4,
+        learner_version=4,
         load_balance_coef=0.5,
         router_z_coef=0.25,
         num_resampled=1,
