@@ -33,11 +33,11 @@ from rl.cluster import ray_cluster
 from rl.config import Placement, RunConfig
 from rl.config_check import WorkerPlan, episodes_together, resolve_workers
 from rl.evaluate import Evaluator
+from rl.held_back import HeldBack
 from rl.interrupt import graceful_interrupt
 from rl.learner.group import LearnerGroup, RankDiedError
 from rl.learner.learner import LearnerSpec
 from rl.loop import Parts, train
-from rl.held_back import HeldBack
 from rl.metrics import METRICS_FILE, MetricsLog, read_metrics
 from rl.parity import bounds_for
 from rl.progress import Progress, closing_lines

@@ -1,9 +1,8 @@
 """Published versions that are held back, so that the workers sample with older weights than the learner trains.
 
-An experiment's means to a staleness that is known to the version (`rollout.hold_back_versions`): with N, the workers run
-what the learner had N updates ago, and in the first N rounds the start's. Nothing is made of the versions in between:
-they are the bytes that were published, kept in this process and in every checkpoint, so that a resumed run sends the
-same ones.
+An experiment's means to samples of a known staleness (`rollout.hold_back_versions`): with N, the workers run what the
+learner had N updates ago, and in the first N rounds the start's. What is held back are the published bytes, in this
+process and in every checkpoint, so that a resumed run sends the same ones.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class HeldBack:
             inner = folder / HELD_BACK_FOLDER / str(number)
             if not inner.is_dir():
                 raise CheckpointError(
-                    f"checkpoint {folder.name}: rollout.hold_back_versions={self._num_versions} needs version {number}, "
-                    "got none; resume with the value it was saved with"
+                    f"checkpoint {folder.name}: rollout.hold_back_versions={self._num_versions} needs version "
+                    f"{number}, got none; resume with the value it was saved with"
                 )
             weights = load_model(inner).weights
             packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedTensor)}

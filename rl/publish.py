@@ -93,6 +93,7 @@ class Publisher:
         """
         report = self._learners.parity(samples)
         if self._sent != self.version:
+            report = report.across_versions(samples)
             problem = report.violation(_FINITE) or self._other_weights(self._sent_digests)
             if problem is not None:
                 raise ParityError(

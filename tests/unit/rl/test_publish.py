@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from model.config import ComputeDtype
+from rl.batch import TrainSample
 from rl.parity import BOUNDS, ParityError, ParityReport
 from rl.publish import Published, Publisher
+from rl.scores import SampleScores
 from rollout.types import WeightVersion
 
 CLOSED = ParityReport(
@@ -30,6 +32,23 @@ OPEN = ParityReport(
     worst_layer=0,
     entropy=1.0,
 )
+
+
+SAMPLE = TrainSample(
+    key="0",
+    ids_T=np.arange(3),
+    targets_R=np.array([1, 2]),
+    behavior_logprobs_R=np.array([-1.0, -2.0], np.float32),
+    advantages_R=np.zeros(2, np.float32),
+    routes_TLK=np.zeros((2, 1, 1), np.uint8),
+    weight_version=0,
+    trained=True,
+)
+
+
+def scored(report: ParityReport, logprobs: list[float]) -> ParityReport:
+    """The report of a learner that gives `SAMPLE` these logprobs."""
+    return replace(report, scores={SAMPLE.key: SampleScores(proximal_logprobs_R=np.array(logprobs, np.float32))})
 
 
 @dataclass(frozen=True)
@@ -222,31 +241,34 @@ def test_without_held_back_versions_the_newest_is_not_sent_again():
 
 
 def test_the_gate_lets_other_logprobs_pass_from_the_version_that_was_sent():
-    learners, pool = Learners(CLOSED), Pool(num_workers=2)
+    learners, pool = Learners(CLOSED, [{}, {}]), Pool(num_workers=2)
     subject = publisher(learners, pool, hold_back=1)
     with pytest.raises(ParityError):  # the workers run the learner's version still
-        learners.differences = [{}, {}]
         subject.check_parity([])
     subject.publish(WeightVersion(1))
     pool.digests_of_one = {"a": "d0"}
-    assert subject.check_parity([]) is CLOSED
+    learners.report = scored(CLOSED, [-1.5, -3.0])
+    report = subject.check_parity([SAMPLE])
+    assert (report.mean_abs_nats, report.max_abs_nats) == (0.75, 1.0)  # |-1.5 + 1| and |-3 + 2|, flipped or not
+    assert report.entropy == CLOSED.entropy
 
 
 @pytest.mark.parametrize(
-    ("report", "digests", "problem"),
+    ("logprob", "digests", "problem"),
     [
-        (OPEN, {"a": "d1"}, "other bytes in 1 tensors of worker 0, such as a"),  # the learner's, but not what was sent
-        (replace(OPEN, max_abs_nats=float("nan")), {"a": "d0"}, "max |difference| nan nats > 2e+308"),
+        (-1.5, {"a": "d1"}, "other bytes in 1 tensors of worker 0, such as a"),  # the learner's, but not what was sent
+        (float("nan"), {"a": "d0"}, "mean |difference| nan nats > 2e+308; max |difference| nan nats > 2e+308"),
+        (-float("inf"), {"a": "d0"}, "mean |difference| inf nats > 2e+308; max |difference| inf nats > 2e+308"),
     ],
-    ids=["bytes", "nan"],
+    ids=["bytes", "nan", "inf"],
 )
-def test_the_gate_closes_on_other_bytes_than_were_sent(report: ParityReport, digests: dict[str, str], problem: str):
+def test_the_gate_closes_on_other_bytes_than_were_sent(logprob: float, digests: dict[str, str], problem: str):
     pool = Pool()
-    subject = publisher(Learners(report), pool, hold_back=1)
+    subject = publisher(Learners(scored(OPEN, [logprob, -3.0])), pool, hold_back=1)
     subject.publish(WeightVersion(1))
     pool.digests_of_one = digests
     with pytest.raises(ParityError) as caught:
-        subject.check_parity([])
+        subject.check_parity([SAMPLE])
     assert str(caught.value) == (
         "parity gate: the workers must run version 0 as it was sent, and give finite logprobs, got "
         f"{problem}; the transfer or the update before it is at fault, restart"
