@@ -122,7 +122,13 @@ RANGES: Final[Mapping[str, Range]] = {
     "rollout.hold_back_versions": Range(at_least=0, remedy="0 sends each version to the workers at once"),
     "learner.num_ranks": _COUNT,
     "learner.expert_parallel": _COUNT,
-    "learner.zero_stage": Range(at_least=1, at_most=2, remedy="use 1 (optimizer states sharded) or 2 (gradients too)"),
+    # Measured with deepspeed 0.19; its issue 8475 and its pull request 8613.
+    "learner.zero_stage": Range(
+        at_least=1,
+        at_most=2,
+        remedy="use 1 (optimizer states sharded) or 2 (gradients too); with experts apart, DeepSpeed's stage 0 clips "
+        "by the mean of the ranks' norms, and in bf16 by a norm that lacks the experts",
+    ),
     "learner.micro_batch_tokens": _COUNT,
     "learner.max_grad_norm": _POSITIVE,
     "learner.beta1": _BETA,
