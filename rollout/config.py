@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TypeVar
 
@@ -129,6 +129,10 @@ class EngineConfig:
 
     def validate(self) -> None:
         """Raise EngineConfigError with one line for the first setting that cannot be carried out."""
+        for name in (field.name for field in fields(self) if field.type == "int"):
+            value: object = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise EngineConfigError(f"engine.{name}: must be a whole number, got {value!r}; give it without quotes")
         for name in ("max_batch_size", "max_seq_len", "page_size"):
             if getattr(self, name) < 1:
                 raise EngineConfigError(f"engine.{name}: must be at least 1, got {getattr(self, name)}; raise it")
