@@ -444,13 +444,6 @@ class TestPlacement:
             saved = sum(parts.values()) - sum(shared.values())
             assert saved == min(parts["keys and values"], activations)
 
-    def test_versions_that_are_held_back_need_their_bytes_and_the_newest_ones(self) -> None:
-        config, plan = RunConfig(), resolve_workers(RunConfig(), 2)
-        without = estimate_memory_bytes(config, plan)
-        config.rollout.hold_back_versions = 2
-        parts = estimate_memory_bytes(config, plan)
-        assert parts == {**without, "held-back versions": 3 * 2 * config_check.count_parameters(config)}
-
     def test_a_shortage_of_memory_is_refused_with_the_estimate(self, monkeypatch) -> None:
         config = compose("+experiment=coding")
         assert config_check.preflight(config) == []

@@ -7,6 +7,8 @@ from model.config import ModelConfig
 from model.snapshot import WeightSnapshot, make_snapshot, published_view
 from model.transformer import Transformer, init_weights
 from rl.checkpoint import CheckpointError
+from rl.config import RunConfig
+from rl.config_check import count_parameters, estimate_memory_bytes, resolve_workers
 from rl.held_back import HeldBack
 from rollout.types import WeightVersion
 
@@ -82,3 +84,11 @@ def test_a_checkpoint_without_a_version_that_is_due_is_named(tmp_path: Path):
         f"checkpoint {tmp_path.name}: rollout.hold_back_versions=2 needs version 2, got none; resume with the value it "
         "was saved with"
     )
+
+
+def test_the_estimate_of_memory_has_the_bytes_of_all_that_is_kept():
+    config, plan = RunConfig(), resolve_workers(RunConfig(), 2)
+    without = estimate_memory_bytes(config, plan)
+    config.rollout.hold_back_versions = 2
+    parts = estimate_memory_bytes(config, plan)
+    assert parts == {**without, "held-back versions": 3 * 2 * count_parameters(config)}

@@ -1,6 +1,7 @@
 """The engine for use alone: a checkpoint folder, prompts in every form, answers as text and tool calls."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -274,8 +275,9 @@ def test_a_sampling_value_that_is_no_number_is_named(name, value):
 
 
 def test_a_config_of_another_type_is_named(folder):
+    given: Any = {"max_seq_len": 64}
     with pytest.raises(EngineConfigError) as caught:
-        Engine.load(folder, {"max_seq_len": 64})
+        Engine.load(folder, given)
     assert str(caught.value) == (
         "engine.config: must be an EngineConfig, got {'max_seq_len': 64}; write EngineConfig(max_seq_len=...)"
     )
