@@ -33,6 +33,7 @@ from rl.cluster import ray_cluster
 from rl.config import Placement, RunConfig
 from rl.config_check import WorkerPlan, episodes_together, resolve_workers
 from rl.evaluate import Evaluator
+from rl.held_back import HeldBack
 from rl.interrupt import graceful_interrupt
 from rl.learner.group import LearnerGroup, RankDiedError
 from rl.learner.learner import LearnerSpec
@@ -231,11 +232,22 @@ def _rounds(stack: ExitStack, ready: _Ready, start: _Start, pool: RolloutPool) -
             deadline_s=config.learner.call_deadline_s,
         )
     )
-    publisher = Publisher(learners, pool, bounds_for(config.parity, config.model.compute_dtype, config.cluster.kernels))
+    publisher = Publisher(
+        learners,
+        pool,
+        bounds_for(config.parity, config.model.compute_dtype, config.cluster.kernels),
+        HeldBack(start.plan.model, config.rollout.hold_back_versions),
+    )
+    if config.rollout.hold_back_versions:
+        progress.say(
+            f"rollout.hold_back_versions={config.rollout.hold_back_versions}: the workers run older weights than the "
+            "learner, so the parity gate compares their bytes and not the logprobs"
+        )
     rollouts = Rollouts(config=config, tasks=ready.tasks, pool=pool)
     if start.state is not None:
         rollouts.resume(start.state)
         learners.load(start.plan.folder.resolve())
+        publisher.load(start.plan.folder, WeightVersion(start.state.weight_version))
         progress.say(f"resuming before round {start.first_round}, from {start.plan.folder}")
     publisher.publish(WeightVersion(0 if start.state is None else start.state.weight_version))
 
@@ -300,7 +312,8 @@ def _rounds(stack: ExitStack, ready: _Ready, start: _Start, pool: RolloutPool) -
         return True
     progress.end_phase()
     # A run that was killed after its last checkpoint has its rounds, but not this evaluation.
-    after = evaluator.held_out(evaluations or evaluator.full())
+    with publisher.newest():
+        after = evaluator.held_out(evaluations or evaluator.full())
     after.save(folder.path / _AFTER)
     tracker.log_table("episodes/after", EPISODE_COLUMNS, episode_rows(after.episodes))
     return False

@@ -40,6 +40,7 @@ _WORKER_BYTES_PER_PARAM: Final = 10  # fp32 weights, and the version that is arr
 _LEARNER_BYTES_PER_PARAM: Final = 28  # fp32 master, gradient, two Adam moments, published view, its gather buffers
 _CHECKPOINT_BYTES_PER_PARAM: Final = 16  # fp32 master, two Adam moments, published view
 _REFERENCE_BYTES_PER_PARAM: Final = 6  # published bytes and their fp32 view
+_HELD_BACK_BYTES_PER_PARAM: Final = 2  # published bytes, at most those of bf16
 _LOG_BYTES: Final = 200 * _MIB
 
 
@@ -118,9 +119,16 @@ RANGES: Final[Mapping[str, Range]] = {
     "rollout.temperature": Range(above=0, remedy="greedy rollouts of a group are all the same; use 1"),
     "rollout.min_valid_frac": _FRACTION,
     "rollout.round_deadline_s": _POSITIVE,
+    "rollout.hold_back_versions": Range(at_least=0, remedy="0 sends each version to the workers at once"),
     "learner.num_ranks": _COUNT,
     "learner.expert_parallel": _COUNT,
-    "learner.zero_stage": Range(at_least=1, at_most=2, remedy="use 1 (optimizer states sharded) or 2 (gradients too)"),
+    # Measured with deepspeed 0.19; its issue 8475 and its pull request 8613.
+    "learner.zero_stage": Range(
+        at_least=1,
+        at_most=2,
+        remedy="use 1 (optimizer states sharded) or 2 (gradients too); with experts apart, DeepSpeed's stage 0 clips "
+        "by the mean of the ranks' norms, and in bf16 by a norm that lacks the experts",
+    ),
     "learner.micro_batch_tokens": _COUNT,
     "learner.max_grad_norm": _POSITIVE,
     "learner.beta1": _BETA,
@@ -398,12 +406,15 @@ def estimate_memory_bytes(config: RunConfig, plan: WorkerPlan) -> dict[str, int]
     if config.cluster.placement is Placement.colocated:  # they take turns
         keys_and_values = max(0, keys_and_values - ranks * activations)
     learner = _LEARNER_BYTES_PER_PARAM + _REFERENCE_BYTES_PER_PARAM * (config.algorithm.kl_coef > 0)
+    num_held = config.rollout.hold_back_versions and config.rollout.hold_back_versions + 1
+    held_back = {"held-back versions": num_held * parameters * _HELD_BACK_BYTES_PER_PARAM} if num_held else {}
     return {
         "Ray": _RAY_BYTES,
         "object store": config.cluster.object_store_mb * _MIB,
         f"{plan.num_workers} rollout worker{'s' * (plan.num_workers > 1)}": plan.num_workers * worker,
         "keys and values": keys_and_values,
         "learner": ranks * (_LEARNER_BYTES + activations) + parameters * learner,
+        **held_back,
     }
 
 
@@ -427,9 +438,8 @@ def preflight(config: RunConfig) -> list[str]:
         ConfigError: CPUs, memory or disk are short.
     """
     root = Path(config.run.root)
-    needed_disk = (config.run.keep_checkpoints + 1) * count_parameters(
-        config
-    ) * _CHECKPOINT_BYTES_PER_PARAM + _LOG_BYTES
+    per_param = _CHECKPOINT_BYTES_PER_PARAM + config.rollout.hold_back_versions * _HELD_BACK_BYTES_PER_PARAM
+    needed_disk = (config.run.keep_checkpoints + 1) * count_parameters(config) * per_param + _LOG_BYTES
     free_disk = machine.free_disk_bytes(root)
     if free_disk < needed_disk:
         raise ConfigError(

@@ -65,6 +65,7 @@ class Parts:
 
         def write(folder: Path) -> None:
             self.learners.save(folder.resolve())
+            self.publisher.save(folder)
             for name, content in self.companions.items():
                 (folder / name).write_bytes(content)
 
@@ -102,9 +103,9 @@ def train(parts: Parts, first_round: int) -> list[Evaluation]:
         with stage("update"):
             lr = learning_rate(config, number)
             update = parts.learners.update(minibatches(config, number, credit.samples), parts.loss, lr)
-        sampled_version = parts.publisher.version
+        learner_version = parts.publisher.version
         with stage("publish"):
-            published = parts.publisher.publish(WeightVersion(sampled_version + 1))
+            published = parts.publisher.publish(WeightVersion(learner_version + 1))
         with stage("evaluate"):
             evaluations = _evaluate_if_due(parts, number)
         parts.recorder.record(
@@ -116,7 +117,7 @@ def train(parts: Parts, first_round: int) -> list[Evaluation]:
                 update=update,
                 published=published,
                 lr=lr,
-                sampled_version=sampled_version,
+                learner_version=learner_version,
                 load_balance_coef=config.algorithm.load_balance_coef,
                 router_z_coef=config.algorithm.router_z_coef,
                 num_resampled=len(judged) - config.rollout.prompts_per_round,
@@ -166,6 +167,7 @@ def minibatches(config: RunConfig, number: int, samples: Sequence[TrainSample]) 
 def _evaluate_if_due(parts: Parts, number: int) -> list[Evaluation]:
     """Held-out evaluation after round `number`: brief during the run, full after the last round."""
     run = parts.config.run
-    if number == run.rounds:
-        return parts.evaluator.full()
-    return [] if number % run.eval_every else parts.evaluator.brief()
+    if number != run.rounds and number % run.eval_every:
+        return []
+    with parts.publisher.newest():
+        return parts.evaluator.full() if number == run.rounds else parts.evaluator.brief()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -154,6 +154,20 @@ class ParityReport:
             entropy=entropy_sum / num_tokens,
             scores={sample.key: sample.scores for sample in samples},
         )
+
+    def across_versions(self, samples: Sequence[TrainSample]) -> ParityReport:
+        """The report on samples of other weights, of which other routes are to be expected.
+
+        Mean and maximum are over all tokens, on the routes that an update takes.
+        """
+        with np.errstate(invalid="ignore"):
+            difference_R = np.concatenate(
+                [
+                    np.abs(self.scores[sample.key].proximal_logprobs_R.astype(np.float64) - sample.behavior_logprobs_R)
+                    for sample in samples
+                ]
+            )
+        return replace(self, mean_abs_nats=float(difference_R.mean()), max_abs_nats=float(difference_R.max()))
 
     def violation(self, bounds: ParityBounds) -> str | None:
         """What is out of bounds, in words; `None` when the gate is open."""

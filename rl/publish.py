@@ -1,20 +1,37 @@
-"""Publishing: requantize, one version more, to every worker, verified there; and the gate that proves it each round."""
+"""Publishing: requantize, one version more, to every worker, verified there; and the gate that proves it each round.
+
+With held-back versions (`rl.held_back`) what is sent is an older version than the learner's. Its logprobs then differ
+from the learner's for a reason, so that the gate compares bytes alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from model.snapshot import WeightSnapshot
 from rl.batch import TrainSample
+from rl.held_back import HeldBack
 from rl.learner.group import LearnerGroup
 from rl.parity import ParityBounds, ParityError, ParityReport
 from rollout.pool import RolloutPool
 from rollout.types import WeightVersion
 
+_FINITE = ParityBounds(
+    mean_abs_nats=sys.float_info.max, max_abs_nats=sys.float_info.max, max_flipped_frac=sys.float_info.max
+)
+"""What two versions must keep to: there is no bound on how far apart they are."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What was published. `codes_changed` counts (changed, all) of each tensor since the version before."""
+    """What the learner published, and the bytes that were sent to each worker for it (0: what is due runs already).
+
+    `codes_changed` counts (changed, all) of each tensor since the version before.
+    """
 
     version: WeightVersion
     num_bytes: int
@@ -28,32 +45,63 @@ class Published:
 
 
 class Publisher:
-    """Carries the learner's weights to the workers. `version` is the version that they run."""
+    """Carries the learner's weights to the workers. `version` is the learner's; they run it, or an older one."""
 
-    def __init__(self, learners: LearnerGroup, pool: RolloutPool, bounds: ParityBounds):
+    def __init__(self, learners: LearnerGroup, pool: RolloutPool, bounds: ParityBounds, held_back: HeldBack):
         self._learners = learners
         self._pool = pool
         self._bounds = bounds
+        self._held_back = held_back
+        self._sent: WeightVersion | None = None
+        self._sent_digests: Mapping[str, str] = {}
         self.version = WeightVersion(-1)
 
     def publish(self, version: WeightVersion) -> Published:
         """Requantize and publish as `version`; every worker has swapped and verified when this returns."""
         snapshot, changed = self._learners.snapshot(version)
-        self._pool.publish(snapshot)
+        due = self._held_back.pass_through(snapshot)
+        is_new = due.version != self._sent
+        if is_new:
+            self._send(due)
         self.version = version
-        return Published(
-            version=version,
-            num_bytes=snapshot.num_bytes,
-            codes_changed=changed,
-        )
+        return Published(version=version, num_bytes=due.num_bytes if is_new else 0, codes_changed=changed)
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        """The workers run the learner's version inside, as held-out evaluation wants it."""
+        if self._sent == self.version:
+            yield
+            return
+        due = self._held_back.due
+        self._send(self._held_back.newest)
+        yield
+        self._send(due, may_go_back=True)
+
+    def save(self, folder: Path) -> None:
+        """Write what is held back into a checkpoint's folder."""
+        self._held_back.save(folder)
+
+    def load(self, folder: Path, version: WeightVersion) -> None:
+        """Hold back again what `save` wrote at `version`; publish that version next."""
+        self._held_back.load(folder, version)
 
     def check_parity(self, samples: Sequence[TrainSample]) -> ParityReport:
         """The parity gate on just-sampled tokens: equal logprobs within the bounds, and exactly equal weights.
 
-        Raises ParityError that names the worst tensor, or else the layer.
+        While the workers run an older version, its weights must be exactly those that were sent, and the report tells
+        how far the two versions are apart. Raises ParityError that names the worst tensor, or else the layer.
         """
         report = self._learners.parity(samples)
-        violation = report.violation(self._bounds) or self._other_weights()
+        if self._sent != self.version:
+            report = report.across_versions(samples)
+            problem = report.violation(_FINITE) or self._other_weights(self._sent_digests)
+            if problem is not None:
+                raise ParityError(
+                    f"parity gate: the workers must run version {self._sent} as it was sent, and give finite logprobs, "
+                    f"got {problem}; the transfer or the update before it is at fault, restart"
+                )
+            return report
+        violation = report.violation(self._bounds) or self._other_weights(self._learners.digests())
         if violation is not None:
             raise ParityError(
                 f"parity gate: behavior and policy logprobs must agree before the update, got {violation}; "
@@ -61,9 +109,12 @@ class Publisher:
             )
         return report
 
-    def _other_weights(self) -> str | None:
-        """Whether a worker decodes with other bytes than the learner reads, however small the effect; in words."""
-        own = self._learners.digests()
+    def _send(self, snapshot: WeightSnapshot, *, may_go_back: bool = False) -> None:
+        self._pool.publish(snapshot, may_go_back=may_go_back)
+        self._sent, self._sent_digests = snapshot.version, snapshot.digests
+
+    def _other_weights(self, own: Mapping[str, str]) -> str | None:
+        """Whether a worker decodes with other bytes than those of the digests, however small the effect; in words."""
         for worker, running in enumerate(self._pool.digests()):
             names = sorted(name for name in {*own, *running} if own.get(name) != running.get(name))
             if names:

@@ -34,7 +34,7 @@ class RoundFacts:
     update: UpdateReport | None
     published: Published
     lr: float
-    sampled_version: int
+    learner_version: int
     load_balance_coef: float
     router_z_coef: float
     num_resampled: int
@@ -116,7 +116,7 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
         "parity/max_abs_nats": facts.parity.max_abs_nats,
         "parity/flipped_routes": float(facts.parity.num_flipped),
         "parity/flipped_tokens": float(facts.parity.num_flipped_tokens),
-        "staleness/mean": _staleness(trajectories, facts.sampled_version),
+        **_staleness(trajectories, facts.learner_version),
         "groups/total": float(len(facts.groups)),
         "groups/no_variance_frac": facts.credit.no_variance_frac,
         "groups/resampled": float(facts.num_resampled),
@@ -148,26 +148,33 @@ def _reward_terms(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return {f"reward/{name}": float(np.mean(values)) for name, values in scores.items()}
 
 
-def _staleness(trajectories: Sequence[Trajectory], learner_version: int) -> float:
-    """Mean number of versions between sampling and learning, a sampled token."""
-    total = count = 0
+def _staleness(trajectories: Sequence[Trajectory], learner_version: int) -> dict[str, float]:
+    """Versions between sampling and learning: the mean of the sampled tokens, and the largest."""
+    total = count = largest = 0
     for trajectory in trajectories:
         for segment in trajectory.segments:
             for span in segment.spans():
                 if span.origin is SpanOrigin.SAMPLED and span.sampled_by is not None:
-                    total += (learner_version - span.sampled_by.weight_version) * len(span.ids)
+                    versions = learner_version - span.sampled_by.weight_version
+                    largest = max(largest, versions)
+                    total += versions * len(span.ids)
                     count += len(span.ids)
-    return total / count if count else 0.0
+    return {"staleness/mean": total / count if count else 0.0, "staleness/max": float(largest)}
 
 
 def _update_metrics(facts: RoundFacts) -> dict[str, float]:
     update = facts.update
     if update is None:
         return {}
-    return {
+    losses = {
         "loss/policy": update.policy_loss,
         "loss/balance": facts.load_balance_coef * update.balance_loss,
         "loss/router_z": facts.router_z_coef * update.router_z_loss,
+        **update.terms,
+    }
+    return {
+        **losses,
+        "loss/total": sum(losses.values()),
         "clip_frac": update.clip_frac,
         "advantage/std": float(np.concatenate([s.advantages_R for s in facts.credit.samples if s.trained]).std()),
         "kl/behavior_policy": update.kl_behavior_policy,
@@ -176,6 +183,5 @@ def _update_metrics(facts: RoundFacts) -> dict[str, float]:
         "expert_load/max_frac": float(update.expert_load_LE.max()),
         "expert_load/min_frac": float(update.expert_load_LE.min()),
         "experts/dead": float((update.expert_load_LE == 0).sum()),
-        **update.terms,
         **update.watched,
     }

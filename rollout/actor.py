@@ -25,9 +25,9 @@ class RolloutActor:
         """The process that runs the worker."""
         return os.getpid()
 
-    def receive(self, snapshot: WeightSnapshot) -> Mapping[str, str]:
+    def receive(self, snapshot: WeightSnapshot, may_go_back: bool) -> Mapping[str, str]:
         """See `RolloutWorker.receive`."""
-        return self._worker.receive(snapshot)
+        return self._worker.receive(snapshot, may_go_back=may_go_back)
 
     def running_views(self) -> Mapping[str, np.ndarray]:
         """See `RolloutWorker.running_views`."""

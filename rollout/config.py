@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import TypeVar
 
@@ -35,6 +35,9 @@ class RolloutConfig:
     that infrastructure broke is run again before it is masked; below `min_valid_frac` of unmasked episodes the round
     fails by name. `kv_memory_mb` bounds the cache of keys and values of each worker (0: enough for all its episodes at
     their longest); with less, fewer episodes decode at once and none is lost. `chat_format` is the checkpoint's.
+
+    `hold_back_versions` is an experiment's knob: the workers run the weights that the learner had so many updates ago
+    (at first the start's), which makes every sample exactly so stale. Held-out evaluation runs the newest ones.
     """
 
     num_workers: int = 0
@@ -47,6 +50,7 @@ class RolloutConfig:
     round_deadline_s: float = 600.0
     kv_memory_mb: int = 0
     chat_format: ChatFormat = ChatFormat.native
+    hold_back_versions: int = 0
 
 
 class EngineConfigError(ValueError):
@@ -125,6 +129,10 @@ class EngineConfig:
 
     def validate(self) -> None:
         """Raise EngineConfigError with one line for the first setting that cannot be carried out."""
+        for name in (field.name for field in fields(self) if field.type == "int"):
+            value: object = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise EngineConfigError(f"engine.{name}: must be a whole number, got {value!r}; give it without quotes")
         for name in ("max_batch_size", "max_seq_len", "page_size"):
             if getattr(self, name) < 1:
                 raise EngineConfigError(f"engine.{name}: must be at least 1, got {getattr(self, name)}; raise it")

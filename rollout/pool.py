@@ -59,10 +59,13 @@ class RolloutPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def publish(self, snapshot: WeightSnapshot) -> None:
-        """Send `snapshot` to every worker and check that each now runs exactly these bytes."""
+    def publish(self, snapshot: WeightSnapshot, *, may_go_back: bool = False) -> None:
+        """Send `snapshot` to every worker and check that each now runs exactly these bytes.
+
+        It is newer than what they run, unless it `may_go_back`.
+        """
         reference = ray.put(snapshot)
-        self._digests = self._call("receive weights", "receive", [(reference,) for _ in self._actors])
+        self._digests = self._call("receive weights", "receive", [(reference, may_go_back) for _ in self._actors])
         for index, digests in enumerate(self._digests):
             wrong = sorted(name for name, digest in snapshot.digests.items() if digests.get(name) != digest)
             if wrong or set(digests) != set(snapshot.digests):

@@ -27,12 +27,13 @@ class Subscriber:
         self._engine = engine
         self._version: WeightVersion | None = None
 
-    def receive(self, snapshot: WeightSnapshot) -> Mapping[str, str]:
+    def receive(self, snapshot: WeightSnapshot, *, may_go_back: bool = False) -> Mapping[str, str]:
         """Swap `snapshot` in and return the digest of every tensor now in use.
 
-        Raises SnapshotError naming the tensor that did not arrive as sent, StaleSnapshotError for an old version.
+        Only a sender that holds versions back goes back to one on purpose (`may_go_back`). Raises SnapshotError naming
+        the tensor that did not arrive as sent, StaleSnapshotError for an old version.
         """
-        if self._version is not None and snapshot.version <= self._version:
+        if self._version is not None and not may_go_back and snapshot.version <= self._version:
             raise StaleSnapshotError(
                 f"snapshot: versions only grow, got {snapshot.version} after {self._version}; publish the next version"
             )

@@ -11,6 +11,7 @@ Shapes: T tokens of a span, L MoE layers, K experts chosen for a token.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -135,6 +136,10 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            _check_number(name, getattr(self, name), numbers.Real, "a number")
+        for name in ("max_tokens", "top_k"):
+            _check_number(name, getattr(self, name), numbers.Integral, "a whole number")
         if not 0 <= self.temperature < math.inf:
             raise TrajectoryError(
                 f"temperature: must be finite and not negative, got {self.temperature}; use 0 for greedy"
@@ -154,6 +159,11 @@ class SamplingParams:
     def is_cut(self) -> bool:
         """Whether some tokens are never sampled."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def _check_number(name: str, value: object, kind: type, wanted: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TrajectoryError(f"{name}: must be {wanted}, got {value!r}; give it without quotes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

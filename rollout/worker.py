@@ -108,9 +108,9 @@ class RolloutWorker:
         self._subscriber = Subscriber(spec.model, self._engine)
         self._envs = build_factory(spec.env)
 
-    def receive(self, snapshot: WeightSnapshot) -> Mapping[str, str]:
-        """Swap new weights in; the digests of what is now in use."""
-        return self._subscriber.receive(snapshot)
+    def receive(self, snapshot: WeightSnapshot, *, may_go_back: bool = False) -> Mapping[str, str]:
+        """Swap new weights in; the digests of what is now in use. See `Subscriber.receive`."""
+        return self._subscriber.receive(snapshot, may_go_back=may_go_back)
 
     def running_views(self) -> Mapping[str, np.ndarray]:
         """See `Engine.running_views`."""

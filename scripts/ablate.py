@@ -33,8 +33,12 @@ ARMS: dict[str, tuple[str, ...]] = {
     "gspo": ("algorithm=gspo",),
     "cispo": ("algorithm=cispo",),
     "grpo, routes not replayed": ("learner.router_replay=false",),
+    "grpo, 2 versions stale": ("rollout.hold_back_versions=2",),
+    "grpo, 2 versions stale, corrected": ("rollout.hold_back_versions=2", "algorithm.importance=truncate"),
+    "grpo, 8 versions stale": ("rollout.hold_back_versions=8",),
+    "grpo, 8 versions stale, corrected": ("rollout.hold_back_versions=8", "algorithm.importance=truncate"),
 }
-"""What an arm changes in `+experiment=coding`."""
+"""What an arm changes in `+experiment=coding`; "grpo" is the one whose samples are not stale."""
 
 BEGIN, END = "<!-- ablation: begin (scripts/ablate.py) -->", "<!-- ablation: end -->"
 LAST_ROUNDS = 5

@@ -30,14 +30,14 @@ from model.transformer import Transformer
 from rollout.config import ChatFormat, EngineConfig, chosen
 from rollout.engine.active import Active, EngineError
 from rollout.engine.kv_cache import KvCache
-from rollout.engine.loading import load
+from rollout.engine.loading import check_config, load
 from rollout.engine.metrics import Counters, EngineMetrics
 from rollout.engine.prefix_cache import PrefixCache
 from rollout.engine.runner import Runner, StepOutput
 from rollout.engine.sampling import Rows
 from rollout.engine.scheduler import Scheduler, Work
 from rollout.engine.stop_text import StopText
-from rollout.engine.text import Completion, Prompt, PromptError, TextSide, is_chat, plain_completion
+from rollout.engine.text import Completion, Prompt, PromptError, TextSide, check_prompt, is_chat, plain_completion
 from rollout.renderers.base import Tools
 from rollout.types import Generation, SampleRequest, SamplingParams, WeightVersion
 
@@ -64,7 +64,7 @@ class Engine:
         Raises:
             EngineConfigError, CacheError: Settings that cannot be carried out.
         """
-        config.validate()
+        check_config(config)
         with torch.device("meta"):
             self._model = Transformer(model)
         self._kernels = resolve_kernels(config.kernels) if kernels is None else kernels
@@ -276,21 +276,33 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Tools = (),
     ) -> list[Completion]:
-        """Answer prompts: text, token ids, or conversations, which may use `tools`.
+        """Answer prompts: text, token ids, or conversations, which may use `tools`. A str is one prompt.
 
         Request i of a call is keyed by (`config.seed`, i), so the same call gives the same answers.
 
         Raises:
             PromptError, RendererError, EngineError: A prompt that cannot be carried out.
         """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        whole: object = prompts
+        if not isinstance(whole, Sequence):
+            raise PromptError(f"prompts: must be a list of prompts, got {whole!r}; put a single one into a list")
+        for index, prompt in enumerate(prompts):
+            check_prompt(index, prompt)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise PromptError(f"params: one for each of {len(prompts)} prompts, got {len(each)}; give one, or as many")
+        for how in each:
+            given: object = how
+            if not isinstance(given, SamplingParams):
+                raise PromptError(
+                    f"params: must be SamplingParams, got {given!r}; write SamplingParams(max_tokens=...)"
+                )
         all_ids = [self._encode(prompt, tools) for prompt in prompts]
         seeds = np.random.SeedSequence(self._config.seed).generate_state(len(prompts), np.uint64).tolist()
         sessions = [_OWN_SESSIONS + index for index in range(len(prompts))]

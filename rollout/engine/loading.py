@@ -46,11 +46,14 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
     """Read a checkpoint of ours or a published one; `chat_format` `None`: the one that its tokenizer has tokens for.
 
     Raises:
-        EngineConfigError: A setting that cannot be carried out.
+        EngineConfigError: A setting that cannot be carried out, or no such folder.
         KernelError, CheckpointError, TokenizerError, RendererError: See `resolve_kernels`,
             `load_model`, `load_tokenizer`, `make_renderer`.
     """
-    config.validate()
+    check_config(config)
+    if not path.is_dir():
+        problem = "must be a folder with a checkpoint" if path.exists() else "there is no such folder"
+        raise EngineConfigError(f"engine: {problem}, got {path}; name the folder that holds its config.json")
     if config.load is LoadMode.mmap:
         return _load_mapped(path, config, chat_format)
     loaded = load_model(path)
@@ -68,6 +71,16 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
     return LoadedEngine(
         model=loaded.config, published=published, values=values, text=_text(path, chat_format), kernels=kernels
     )
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raises EngineConfigError when it is something else, or a setting of it cannot be carried out."""
+    given: object = config
+    if not isinstance(given, EngineConfig):
+        raise EngineConfigError(
+            f"engine.config: must be an EngineConfig, got {given!r}; write EngineConfig(max_seq_len=...)"
+        )
+    config.validate()
 
 
 def _load_mapped(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> LoadedEngine:

@@ -97,6 +97,21 @@ def is_chat(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Message | Mapping)
 
 
+def check_prompt(index: int, prompt: object) -> None:
+    """Raises PromptError when prompt number `index` is none of text, token ids and a conversation."""
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, Sequence | np.ndarray):
+        raise PromptError(
+            f"prompts[{index}]: must be text, token ids or messages, got {prompt!r}; give generate a list of prompts"
+        )
+    wanted = (Message, Mapping) if len(prompt) and isinstance(prompt[0], Message | Mapping) else (int, np.integer)
+    for each in prompt:
+        if not isinstance(each, wanted) or isinstance(each, bool):
+            what = "messages" if wanted[0] is Message else "token ids (whole numbers)"
+            raise PromptError(f"prompts[{index}]: must hold {what} only, got {each!r}; give it all of one kind")
+
+
 def plain_completion(ids: tuple[int, ...], said: Generation) -> Completion:
     """A generation of an engine without a tokenizer: ids only."""
     return Completion(

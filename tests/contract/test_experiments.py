@@ -8,6 +8,7 @@ import yaml
 
 from rl import config_check, entry, overrides
 from rl.config import RunConfig
+from scripts.ablate import ARMS, run_name
 
 OPTIONS = overrides.group_options()
 FILES = sorted(overrides.CONF_FOLDER.glob("*/*.yaml"))
@@ -19,6 +20,12 @@ def test_every_experiment_composes_and_passes_all_checks(experiment: str) -> Non
     config = entry.checked(overrides.compose_run(given))
     assert config.run.name == experiment  # the folder of a run is found by the experiment's name
     config_check.preflight(config)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_of_the_ablation_passes_all_checks(arm: str) -> None:
+    given = ["+experiment=coding", f"run.name={run_name(arm, 0)}", *ARMS[arm]]
+    entry.checked(overrides.compose_run(overrides.reject_unknown(given)))
 
 
 @pytest.mark.parametrize(

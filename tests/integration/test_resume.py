@@ -159,6 +159,34 @@ def test_a_reference_a_value_head_and_further_tasks_survive_a_kill(algorithm: st
 
 
 @pytest.mark.timeout(660)
+def test_held_back_versions_make_samples_so_stale_and_survive_a_kill(
+    undisturbed: dict[str, object], tmp_path: Path
+) -> None:
+    """Killed in round 4: the checkpoint of round 2 holds the versions 0 and 1, which rounds 3 and 4 sample with."""
+    more = ["rollout.hold_back_versions=2", "algorithm.importance=truncate"]
+    run_to_the_end(tmp_path / "undisturbed", *more)
+    expected = outcome(tmp_path / "undisturbed")
+    rows, fresh = expected["rows"], undisturbed["rows"]
+    assert isinstance(rows, list)
+    assert isinstance(fresh, list)
+    assert [row["staleness/mean"] for row in rows[1:]] == [0.0, 1.0, 2.0, 2.0]
+    assert [row["staleness/mean"] for row in fresh[1:]] == [0.0] * 4
+    assert rows[0] == fresh[0]
+    assert rows[1]["reward/total"] == fresh[1]["reward/total"], "the first round runs the start in both"
+    assert [row["publish/bytes"] > 0 for row in rows[1:]] == [False, False, True, True]
+    # The control: the same bytes on both sides, and logprobs apart where, and only where, the versions are.
+    assert [row["parity/max_abs_nats"] > 0 for row in rows[1:]] == [False, True, True, True]
+    assert [row["importance/mean"] == 1.0 for row in rows[1:]] == [True, False, False, False]
+    process = start(command(tmp_path / "killed", *more, kill=("update", 4)), marker=f"held-{os.getpid()}")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == -9, output
+    (checkpoint,) = (tmp_path / "killed" / "coding" / "checkpoints").glob("round-*")
+    assert sorted(path.name for path in (checkpoint / "held_back").iterdir()) == ["0", "1"]
+    run_to_the_end(tmp_path / "killed", *more)
+    assert outcome(tmp_path / "killed") == expected
+
+
+@pytest.mark.timeout(660)
 def test_a_run_whose_learner_rank_is_killed_goes_on_by_itself_and_ends_equal(tmp_path: Path) -> None:
     """Twenty rounds of two ranks that share the experts out; one is killed in some round between two checkpoints."""
     run_to_the_end(tmp_path / "undisturbed", *TWO_RANKS)

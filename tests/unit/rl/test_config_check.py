@@ -149,8 +149,20 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
             "algorithm.load_balance_coef: must be at least 0, got -1.0; the default is 0.01",
         ),
         (
+            "learner.zero_stage=0",
+            "learner.zero_stage: must be at least 1, got 0; use 1 (optimizer states sharded) or 2 (gradients too); "
+            "with experts apart, DeepSpeed's stage 0 clips by the mean of the ranks' norms, and in bf16 by a norm that "
+            "lacks the experts",
+        ),
+        (
             "learner.zero_stage=3",
-            "learner.zero_stage: must be at most 2, got 3; use 1 (optimizer states sharded) or 2 (gradients too)",
+            "learner.zero_stage: must be at most 2, got 3; use 1 (optimizer states sharded) or 2 (gradients too); "
+            "with experts apart, DeepSpeed's stage 0 clips by the mean of the ranks' norms, and in bf16 by a norm that "
+            "lacks the experts",
+        ),
+        (
+            "rollout.hold_back_versions=-1",
+            "rollout.hold_back_versions: must be at least 0, got -1; 0 sends each version to the workers at once",
         ),
         (
             "rollout.group_size=1",

@@ -121,6 +121,11 @@ class Stages:
         self.version = version
         return Published(version=version, num_bytes=1, codes_changed={})
 
+    @contextmanager
+    def newest(self):
+        self.calls.append("newest")
+        yield
+
     def brief(self) -> list[Any]:
         self.calls.append(f"brief after {self.round}")
         return []
@@ -164,7 +169,7 @@ def test_a_round_goes_through_its_stages_in_order(hand: Any):
     train(parts(stages, settings), 1)
     assert [call for call in stages.calls if call in ROUND] == ROUND
     ((number, facts),) = stages.rows
-    assert (number, facts.sampled_version, facts.published.version, stages.version) == (1, 0, 1, 1)
+    assert (number, facts.learner_version, facts.published.version, stages.version) == (1, 0, 1, 1)
 
 
 def test_rounds_go_on_from_the_first_and_checkpoints_hold_the_next(hand: Any):
@@ -178,6 +183,8 @@ def test_rounds_go_on_from_the_first_and_checkpoints_hold_the_next(hand: Any):
     assert [state.weight_version for state in stages.states] == [4, 8, 10]
     assert [call for call in stages.calls if call.startswith("brief")] == ["brief after 4", "brief after 8"]
     assert [call for call in stages.calls if call.startswith("full")] == ["full after 10"]
+    assert stages.calls.count("newest") == 3
+    assert all(stages.calls[at - 1] == "newest" for at, call in enumerate(stages.calls) if " after " in call)
     assert [call for call in stages.calls if call.startswith("done")] == [f"done {n}" for n in range(3, 11)]
 
 

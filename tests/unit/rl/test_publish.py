@@ -1,11 +1,15 @@
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from model.config import ComputeDtype
+from rl.batch import TrainSample
 from rl.parity import BOUNDS, ParityError, ParityReport
 from rl.publish import Published, Publisher
+from rl.scores import SampleScores
 from rollout.types import WeightVersion
 
 CLOSED = ParityReport(
@@ -30,8 +34,48 @@ OPEN = ParityReport(
 )
 
 
+SAMPLE = TrainSample(
+    key="0",
+    ids_T=np.arange(3),
+    targets_R=np.array([1, 2]),
+    behavior_logprobs_R=np.array([-1.0, -2.0], np.float32),
+    advantages_R=np.zeros(2, np.float32),
+    routes_TLK=np.zeros((2, 1, 1), np.uint8),
+    weight_version=0,
+    trained=True,
+)
+
+
+def scored(report: ParityReport, logprobs: list[float]) -> ParityReport:
+    """The report of a learner that gives `SAMPLE` these logprobs."""
+    return replace(report, scores={SAMPLE.key: SampleScores(proximal_logprobs_R=np.array(logprobs, np.float32))})
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    num_bytes = 1000
+    version: WeightVersion
+    digests: Mapping[str, str]
+    num_bytes: int = 1000
+
+
+class Queue:
+    """Holds `num_versions` back."""
+
+    def __init__(self, num_versions: int = 0):
+        self._num_versions = num_versions
+        self._kept: list[Snapshot] = []
+
+    def pass_through(self, snapshot: Snapshot) -> Snapshot:
+        self._kept = [*self._kept, snapshot][-self._num_versions - 1 :]
+        return self.due
+
+    @property
+    def due(self) -> Snapshot:
+        return self._kept[0]
+
+    @property
+    def newest(self) -> Snapshot:
+        return self._kept[-1]
 
 
 class Learners:
@@ -42,7 +86,7 @@ class Learners:
 
     def snapshot(self, version: WeightVersion):
         self.asked.append(version)
-        return Snapshot(), {"a": (1, 8), "b": (3, 8)}
+        return Snapshot(version, {"a": f"d{version}"}), {"a": (1, 8), "b": (3, 8)}
 
     def parity(self, samples: object) -> ParityReport:
         self.asked.append(samples)
@@ -59,12 +103,13 @@ class Pool:
     def __init__(self, num_workers: int = 1, failure: Exception | None = None):
         self.num_workers = num_workers
         self.failure = failure
-        self.received: list[object] = []
+        self.received: list[Snapshot] = []
         self.digests_of_one = {"a": "d0", "b": "d1"}
 
-    def publish(self, snapshot: object) -> None:
+    def publish(self, snapshot: Snapshot, *, may_go_back: bool = False) -> None:
         if self.failure is not None:
             raise self.failure
+        assert not self.received or may_go_back == (snapshot.version < self.received[-1].version)
         self.received.append(snapshot)
 
     def digests(self) -> list[dict[str, str]]:
@@ -74,17 +119,20 @@ class Pool:
         return [{"worker": worker} for worker in range(self.num_workers)]
 
 
-def publisher(learners: Learners, pool: Pool) -> Publisher:
+def publisher(learners: Learners, pool: Pool, hold_back: int = 0) -> Publisher:
     any_learners: Any = learners
     any_pool: Any = pool
-    return Publisher(any_learners, any_pool, BOUNDS[ComputeDtype.fp32])
+    queue: Any = Queue(hold_back)
+    subject = Publisher(any_learners, any_pool, BOUNDS[ComputeDtype.fp32], queue)
+    subject.publish(WeightVersion(0))
+    return subject
 
 
 def test_publishing_carries_one_snapshot_of_the_version_and_counts_what_changed():
     learners, pool = Learners(), Pool()
     published = publisher(learners, pool).publish(WeightVersion(3))
-    assert learners.asked == [3]
-    assert len(pool.received) == 1
+    assert learners.asked == [0, 3]
+    assert [snapshot.version for snapshot in pool.received] == [0, 3]
     assert (published.version, published.num_bytes, published.codes_changed_frac) == (3, 1000, 0.25)
 
 
@@ -96,8 +144,7 @@ def test_the_first_version_changed_nothing():
 def test_the_version_counts_only_once_every_worker_runs_it():
     pool = Pool()
     subject = publisher(Learners(), pool)
-    assert subject.version == -1
-    subject.publish(WeightVersion(0))
+    assert subject.version == 0
     pool.failure = RuntimeError("worker 1 died")
     with pytest.raises(RuntimeError, match="worker 1 died"):
         subject.publish(WeightVersion(1))
@@ -108,7 +155,7 @@ def test_an_open_gate_returns_the_report():
     samples: Any = ["a sample"]
     learners = Learners(OPEN)
     assert publisher(learners, Pool()).check_parity(samples) is OPEN
-    assert learners.asked == [samples]
+    assert learners.asked == [0, samples]
 
 
 def test_a_closed_gate_names_the_worker_and_its_worst_tensor():
@@ -163,3 +210,66 @@ def test_other_bytes_close_the_gate_even_when_no_logprob_shows_them(running: dic
     pool.digests_of_one = running
     with pytest.raises(ParityError, match=r"^parity gate: .*, got other bytes in 1 tensors of worker 0, such as "):
         publisher(Learners(OPEN, [{"b": 0.5}]), pool).check_parity([])
+
+
+def test_held_back_versions_arrive_that_many_updates_later():
+    pool = Pool()
+    subject = publisher(Learners(), pool, hold_back=2)
+    sent = [subject.publish(WeightVersion(number)).num_bytes for number in range(1, 5)]
+    assert [snapshot.version for snapshot in pool.received] == [0, 1, 2]
+    assert sent == [0, 0, 1000, 1000]  # the start runs already, and is not sent again
+    assert subject.version == 4
+
+
+def test_what_is_held_out_is_judged_on_the_newest_version():
+    pool = Pool()
+    subject = publisher(Learners(), pool, hold_back=2)
+    for number in range(1, 4):
+        subject.publish(WeightVersion(number))
+    with subject.newest():
+        assert pool.received[-1].version == 3
+    assert [snapshot.version for snapshot in pool.received] == [0, 1, 3, 1]
+    subject.publish(WeightVersion(4))
+    assert pool.received[-1].version == 2
+
+
+def test_without_held_back_versions_the_newest_is_not_sent_again():
+    pool = Pool()
+    with publisher(Learners(), pool).newest():
+        assert [snapshot.version for snapshot in pool.received] == [0]
+    assert len(pool.received) == 1
+
+
+def test_the_gate_lets_other_logprobs_pass_from_the_version_that_was_sent():
+    learners, pool = Learners(CLOSED, [{}, {}]), Pool(num_workers=2)
+    subject = publisher(learners, pool, hold_back=1)
+    with pytest.raises(ParityError):  # the workers run the learner's version still
+        subject.check_parity([])
+    subject.publish(WeightVersion(1))
+    pool.digests_of_one = {"a": "d0"}
+    learners.report = scored(CLOSED, [-1.5, -3.0])
+    report = subject.check_parity([SAMPLE])
+    assert (report.mean_abs_nats, report.max_abs_nats) == (0.75, 1.0)  # |-1.5 + 1| and |-3 + 2|, flipped or not
+    assert report.entropy == CLOSED.entropy
+
+
+@pytest.mark.parametrize(
+    ("logprob", "digests", "problem"),
+    [
+        (-1.5, {"a": "d1"}, "other bytes in 1 tensors of worker 0, such as a"),  # the learner's, but not what was sent
+        (float("nan"), {"a": "d0"}, "mean |difference| nan nats > 2e+308; max |difference| nan nats > 2e+308"),
+        (-float("inf"), {"a": "d0"}, "mean |difference| inf nats > 2e+308; max |difference| inf nats > 2e+308"),
+    ],
+    ids=["bytes", "nan", "inf"],
+)
+def test_the_gate_closes_on_other_bytes_than_were_sent(logprob: float, digests: dict[str, str], problem: str):
+    pool = Pool()
+    subject = publisher(Learners(scored(OPEN, [logprob, -3.0])), pool, hold_back=1)
+    subject.publish(WeightVersion(1))
+    pool.digests_of_one = digests
+    with pytest.raises(ParityError) as caught:
+        subject.check_parity([SAMPLE])
+    assert str(caught.value) == (
+        "parity gate: the workers must run version 0 as it was sent, and give finite logprobs, got "
+        f"{problem}; the transfer or the update before it is at fault, restart"
+    )

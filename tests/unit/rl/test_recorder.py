@@ -81,7 +81,7 @@ def facts(hand) -> RoundFacts:
         update=UPDATE,
         published=Published(version=WeightVersion(5), num_bytes=4096, codes_changed={"a": (1, 4), "b": (1, 12)}),
         lr=3e-4,
-        sampled_version=4,
+        learner_version=4,
         load_balance_coef=0.5,
         router_z_coef=0.25,
         num_resampled=1,
@@ -103,6 +103,7 @@ def test_the_metrics_of_a_round_by_hand(facts: RoundFacts):
         "parity/flipped_routes": 1.0,
         "parity/flipped_tokens": 3.0,
         "staleness/mean": 3 / 13,  # 3 of 13 sampled tokens are one version old
+        "staleness/max": 1.0,
         "groups/total": 2.0,
         "groups/no_variance_frac": 0.5,
         "groups/resampled": 1.0,
@@ -118,6 +119,7 @@ def test_the_metrics_of_a_round_by_hand(facts: RoundFacts):
         "codes_changed_frac": 2 / 16,
         "publish/bytes": 4096.0,
         "value/explained_variance": 0.75,
+        "loss/total": -0.5 + 1.0 + 0.75 + 0.03125,
         "loss/policy": -0.5,
         "loss/balance": 1.0,
         "loss/router_z": 0.75,
@@ -140,8 +142,8 @@ def test_an_update_that_did_not_happen_is_left_out(facts: RoundFacts):
     without = round_metrics(replace(facts, update=None), rollout_s=2.0)
     left_out = with_update.keys() - without.keys()
     assert left_out == {
-        "loss/policy", "loss/balance", "loss/router_z", "clip_frac", "advantage/std", "kl/behavior_policy",
-        "grad_norm",
+        "loss/total", "loss/policy", "loss/balance", "loss/router_z", "clip_frac", "advantage/std",
+        "kl/behavior_policy", "grad_norm",
         "loss/kl", "kl/reference_policy", "tokens/trained", "expert_load/max_frac", "expert_load/min_frac",
         "experts/dead",
     }  # fmt: skip

@@ -119,6 +119,18 @@ def test_versions_only_grow(engine, version):
     assert _say(engine).logprobs_T.tobytes() == before.logprobs_T.tobytes()
 
 
+def test_a_sender_that_holds_versions_back_may_go_back_to_the_same_tokens(engine):
+    subscriber = Subscriber(CONFIG, engine)
+    subscriber.receive(OLD)
+    before = _say(engine)
+    subscriber.receive(NEW)
+    assert subscriber.receive(OLD, may_go_back=True) == OLD.digests
+    again = _say(engine)
+    assert (again.ids, again.weight_version) == (before.ids, 3)
+    assert again.logprobs_T.tobytes() == before.logprobs_T.tobytes()
+    assert subscriber.receive(NEW) == NEW.digests
+
+
 @pytest.mark.parametrize("dtype", ComputeDtype)
 def test_torch_layers_hold_views_in_the_compute_dtype(dtype):
     config = dataclasses.replace(CONFIG, compute_dtype=dtype)

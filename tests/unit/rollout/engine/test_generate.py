@@ -1,6 +1,7 @@
 """The engine for use alone: a checkpoint folder, prompts in every form, answers as text and tool calls."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,3 +231,68 @@ def test_sampling_parameters_that_make_no_sense_are_one_line(how, line):
     with pytest.raises(TrajectoryError) as caught:
         SamplingParams(**how)
     assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("prompts", "line"),
+    [
+        ([None], "prompts[0]: must be text, token ids or messages, got None; give generate a list of prompts"),
+        (["a", 3], "prompts[1]: must be text, token ids or messages, got 3; give generate a list of prompts"),
+        ([[1.5]], "prompts[0]: must hold token ids (whole numbers) only, got 1.5; give it all of one kind"),
+        ([[1, True]], "prompts[0]: must hold token ids (whole numbers) only, got True; give it all of one kind"),
+        ([[1, "a"]], "prompts[0]: must hold token ids (whole numbers) only, got 'a'; give it all of one kind"),
+        (
+            [[{"role": "user", "content": "a"}, 7]],
+            "prompts[0]: must hold messages only, got 7; give it all of one kind",
+        ),
+        (None, "prompts: must be a list of prompts, got None; put a single one into a list"),
+    ],
+)
+def test_what_is_no_prompt_is_named_in_one_line(engine, prompts, line):
+    with pytest.raises(PromptError) as caught:
+        engine.generate(prompts)
+    assert str(caught.value) == line
+
+
+def test_a_string_is_one_prompt(engine):
+    params = SamplingParams(max_tokens=3)
+    (alone,), (listed,) = engine.generate("hello", params), engine.generate(["hello"], params)
+    assert (alone.prompt_ids, alone.ids) == (listed.prompt_ids, listed.ids)
+
+
+def test_parameters_of_another_type_are_named(engine):
+    with pytest.raises(
+        PromptError, match=r"^params: must be SamplingParams, got \{'top_k': 3\}; write SamplingParams\("
+    ):
+        engine.generate(["a"], {"top_k": 3})
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "max_tokens", "top_k"])
+@pytest.mark.parametrize("value", ["hot", None, True, [1], float("nan")])
+def test_a_sampling_value_that_is_no_number_is_named(name, value):
+    with pytest.raises(TrajectoryError, match=rf"^{name}: must .*, got .*; "):
+        SamplingParams(**{name: value})
+
+
+def test_a_config_of_another_type_is_named(folder):
+    given: Any = {"max_seq_len": 64}
+    with pytest.raises(EngineConfigError) as caught:
+        Engine.load(folder, given)
+    assert str(caught.value) == (
+        "engine.config: must be an EngineConfig, got {'max_seq_len': 64}; write EngineConfig(max_seq_len=...)"
+    )
+
+
+@pytest.mark.parametrize("value", ["64", 1.5, None, True])
+def test_a_setting_that_is_no_whole_number_is_named(folder, value):
+    with pytest.raises(EngineConfigError) as caught:
+        Engine.load(folder, EngineConfig(max_seq_len=value))
+    assert str(caught.value) == f"engine.max_seq_len: must be a whole number, got {value!r}; give it without quotes"
+
+
+def test_a_folder_that_does_not_exist_is_said_to_be_missing(tmp_path):
+    with pytest.raises(EngineConfigError) as caught:
+        Engine.load(tmp_path / "none", SMALL)
+    assert str(caught.value) == (
+        f"engine: there is no such folder, got {tmp_path / 'none'}; name the folder that holds its config.json"
+    )
