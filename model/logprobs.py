@@ -23,7 +23,7 @@ import torch
 
 from model.kernels.dispatch import Kernels
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 32 * 2**20
 """Of fp32 logits, at most; the backward holds their gradient beside them."""
 
 
