@@ -24,9 +24,11 @@ import torch
 from model.kernels.dispatch import Kernels
 
 CHUNK_BYTES = 64 * 2**20
-"""Of fp32 logits, at most; the backward holds their gradient beside them. glibc gives blocks above 32 MiB back when they
-are freed; smaller ones stay in its heap, where results of a few bytes keep the next chunk from taking their place: with
-32 MiB the process grew to 2.7 GiB."""
+"""Of fp32 logits, at most; the backward holds their gradient beside them.
+
+glibc always gives blocks above 32 MiB back when they are freed. Smaller ones stay in its heap, where results of a few
+bytes keep the next chunk from taking their place: with 32 MiB the process grew to 2.7 GiB.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
