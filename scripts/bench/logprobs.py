@@ -100,7 +100,7 @@ def main() -> int:
         if not difference <= ROUNDING:
             print(f"logprobs: {what} must agree to {ROUNDING}, got {difference}; the timing would mean nothing")
             return 1
-    del chunked, all_logits, one, other
+    del chunked, all_logits
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(settings.repeats):
         for way, chunk_bytes in WAYS.items():

@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_all_logits(backend, function, num_row
     found = function(Unembedding(project_logits, mine[1], chunk_bytes), mine[0], ids, temperatures, kernels)
     found.backward(upstream)
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    expected = exactly(*theirs, ids, temperatures)[function is entropies]
+    expected = exactly(theirs[0], theirs[1], ids, temperatures)[function is entropies]
     expected.backward(upstream.double())
     assert found.dtype == torch.float32
     assert (found - expected).abs().max() <= 8 * (summed(D) + summed(1))
