@@ -49,7 +49,7 @@ from rl.learner.counted_file import load_counted, save_counted
 from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.learner.reference import Reference
-from rl.learner.streams import row_entropies, token_streams
+from rl.learner.streams import batch_logprobs, logprobs_and_entropies, row_entropies, token_streams
 from rl.learner.value_head import ValueHead
 from rl.parity import ParityReport, SampleParity
 from rl.scores import SampleScores
@@ -157,9 +157,7 @@ class Learner:
         entropy_sum = 0.0
         for batch in self._share(samples):
             out = self._policy(batch)
-            logprobs_R, entropies_R = self._kernels.logprobs_with_entropies(
-                out.logits_RV, batch.target_ids_R, batch.temperatures_R
-            )
+            logprobs_R, entropies_R = logprobs_and_entropies(out, batch, self._kernels)
             scores = self._scores(batch, out, logprobs_R)
             if not batch.is_padding:
                 entropy_sum += float(entropies_R.sum())
@@ -187,7 +185,7 @@ class Learner:
         router_loss, loss_sum = self._router_loss(samples, None), 0.0
         for batch in self._share(samples):
             out = self._engine.forward(batch)
-            loss = -self._logprobs(out, batch).sum() * batch.counted / num_tokens
+            loss = -batch_logprobs(out, batch, self._kernels).sum() * batch.counted / num_tokens
             self._engine.backward(loss + router_loss.part(out, batch).weighted)
             loss_sum += float(loss.detach())
         self._step(lr)
@@ -277,8 +275,8 @@ class Learner:
         dispatched = nothing_dispatched(self._spec.model)
         for batch in share:
             out = self._engine.forward(batch, self._replayed(batch))
-            logprobs_R = self._logprobs(out, batch)
-            entropies = partial(row_entropies, out.logits_RV, batch.temperatures_R)
+            logprobs_R = batch_logprobs(out, batch, self._kernels)
+            entropies = partial(row_entropies, out, batch, self._kernels)
             values_R = None if self._value_head is None else self._value_head(out.hidden_RD)
             token_loss = algorithm.token_loss(token_streams(batch, logprobs_R, entropies, values_R))
             loss = (token_loss.total() * batch.weights_R).sum() * batch.counted / mass
@@ -328,8 +326,10 @@ class Learner:
             differs = recorded_TLK is not None and not torch.equal(recorded_TLK, out.routes_TLK)
             if int(self._ranks.total(torch.tensor(int(differs)))):
                 out = self._policy(batch, recorded_TLK)
-                logprobs_R = self._logprobs(out, batch)
-        reference_R = None if self._reference is None else self._logprobs(self._reference(batch), batch).numpy()
+                logprobs_R = batch_logprobs(out, batch, self._kernels)
+        reference_R = (
+            None if self._reference is None else batch_logprobs(self._reference(batch), batch, self._kernels).numpy()
+        )
         values_R = None if self._value_head is None else self._value_head(out.hidden_RD).numpy()
         return SampleScores(proximal_logprobs_R=logprobs_R.numpy(), reference_logprobs_R=reference_R, values_R=values_R)
 
@@ -358,10 +358,6 @@ class Learner:
                 own += count_dispatched(routes_TLK, model)
         num_tokens = sum(sample.num_inputs for sample in samples)
         return DispatchTotals(counts_LE=self._ranks.total(own.counts_LE), num_tokens=num_tokens)
-
-    def _logprobs(self, out: PolicyOutput, batch: Batch) -> torch.Tensor:
-        """Logprob of each trainable token at the temperature it was sampled at, as the behavior logprobs are."""
-        return self._kernels.logprobs(out.logits_RV, batch.target_ids_R, batch.temperatures_R)
 
     def _step(self, lr: float) -> float:
         grad_norm = self._engine.step(lr)

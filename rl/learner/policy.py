@@ -4,7 +4,8 @@
 runs, its gradient goes straight through to the masters, and `snapshot` publishes the same bytes. What is trained on is
 what is published.
 
-Shapes: T packed tokens, R rows whose next token is trained, V vocabulary, L layers, K experts of a token, E experts.
+Shapes: T packed tokens, R rows whose next token is trained, D model dim, L layers,
+K experts of a token, E experts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from model.config import ModelConfig
 from model.kernel_attention import KernelAttention
 from model.kernels.dispatch import Kernels
 from model.layers import TORCH_DTYPE
+from model.logprobs import Unembedding
 from model.moe import Experts
 from model.packed_attention import PackedAttention
 from model.parallel.experts import ExpertExchange
@@ -45,10 +47,12 @@ from rollout.types import WeightVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
-    """Logits and hidden states of the rows that predict trainable tokens, and what the routers did with every token."""
+    """Hidden states of the rows that predict trainable tokens, how they become logits (`rl.learner.streams` makes
+    those chunk by chunk), and what the routers did with every token.
+    """  # noqa: D205
 
-    logits_RV: torch.Tensor
     hidden_RD: torch.Tensor
+    unembedding: Unembedding
     routes_TLK: torch.Tensor
     router_logits_TE: tuple[torch.Tensor, ...]
 
@@ -90,14 +94,13 @@ class PublishedPolicy(nn.Module):
             self._binder.bind(self.model, self._packed)
 
     def forward(self, batch: Batch, replay_TLK: torch.Tensor | None = None) -> PolicyOutput:
-        """Run the packed batch; only `batch.rows_R` are projected to the vocabulary."""
+        """Run the packed batch; only `batch.rows_R` are for projecting to the vocabulary."""
         weights = self._readable()
         inputs = (batch.ids_T, batch.positions_T, self._attend(batch), replay_TLK)
         out = torch.func.functional_call(self.model, weights, inputs)
-        hidden_RD = out.hidden_TD[batch.rows_R]
         return PolicyOutput(
-            logits_RV=self.model.logits(hidden_RD, weights[self.model.output_name]),
-            hidden_RD=hidden_RD,
+            hidden_RD=out.hidden_TD[batch.rows_R],
+            unembedding=Unembedding(self.model.logits, weights[self.model.output_name]),
             routes_TLK=out.routes_TLK,
             router_logits_TE=out.router_logits_TE,
         )

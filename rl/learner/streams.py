@@ -1,6 +1,6 @@
 """From a packed batch and what the policy makes of it to the streams that a loss reads.
 
-Shapes: R trainable tokens, V vocabulary.
+Shapes: R trainable tokens.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from collections.abc import Callable
 
 import torch
 
+from model import logprobs
+from model.kernels.dispatch import Kernels
 from rl.algorithms.base import CriticStreams, TokenStreams
 from rl.batch import Batch
+from rl.learner.policy import PolicyOutput
 
 
 def token_streams(
@@ -35,7 +38,16 @@ def token_streams(
     )
 
 
-def row_entropies(logits_RV: torch.Tensor, temperatures_R: torch.Tensor) -> torch.Tensor:
-    """Entropies of softmax(logits / temperature) in nats [R], in the logits' dtype (fp32); differentiable in them."""
-    logprobs_RV = torch.log_softmax(logits_RV / temperatures_R.unsqueeze(-1), -1)
-    return -(logprobs_RV.exp() * logprobs_RV).sum(-1)
+def batch_logprobs(out: PolicyOutput, batch: Batch, kernels: Kernels) -> torch.Tensor:
+    """Logprob of each trainable token at the temperature it was sampled at, as the behavior logprobs are; fp32 [R]."""
+    return logprobs.logprobs(out.unembedding, out.hidden_RD, batch.target_ids_R, batch.temperatures_R, kernels)
+
+
+def row_entropies(out: PolicyOutput, batch: Batch, kernels: Kernels) -> torch.Tensor:
+    """Entropies of softmax(logits / temperature) in nats, fp32 [R]; differentiable."""
+    return logprobs.entropies(out.unembedding, out.hidden_RD, batch.target_ids_R, batch.temperatures_R, kernels)
+
+
+def logprobs_and_entropies(out: PolicyOutput, batch: Batch, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both from one projection, without gradient; the entropies in float64 [R]."""
+    return logprobs.with_entropies(out.unembedding, out.hidden_RD, batch.target_ids_R, batch.temperatures_R, kernels)

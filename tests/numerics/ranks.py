@@ -25,6 +25,7 @@ from rl.learner import deepspeed as engine_module
 from rl.learner.balance import BalanceSettings
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
+from rl.learner.streams import batch_logprobs
 from rl.parity import ParityReport
 from rollout.types import WeightVersion
 from tests.ports import free_port
@@ -168,7 +169,7 @@ def record(learner: Learner, sample: TrainSample) -> TrainSample:
     """The sample with the logprobs and routes of the learner itself; one rank only."""
     batch = pack([sample])
     out = learner._policy(batch)
-    logprobs_R = learner._kernels.logprobs(out.logits_RV, batch.target_ids_R, batch.temperatures_R)
+    logprobs_R = batch_logprobs(out, batch, learner._kernels)
     return dataclasses.replace(sample, behavior_logprobs_R=logprobs_R.numpy(), routes_TLK=out.routes_TLK.numpy())
 
 

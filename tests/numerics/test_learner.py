@@ -29,6 +29,7 @@ from rl.algorithms.registry import build_algorithm
 from rl.batch import TrainSample, micro_batches, pack
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerError, LearnerSpec
+from rl.learner.policy import PolicyOutput
 from rl.parity import ParityError
 from rollout.types import WeightVersion
 from tests.numerics.tolerances import relative_error, summed
@@ -333,6 +334,10 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_changes_nothing(make: Ma
     assert all(torch.equal(value, after[0][name]) for name, value in state[0].items())
 
 
+def logits(out: PolicyOutput) -> torch.Tensor:
+    return out.unembedding(out.hidden_RD)
+
+
 def test_fit_lowers_the_loss(make: MakeLearner):
     learner = make(load_balance_coef=0.01)
     losses = [learner.fit(SAMPLES, LR) for _ in range(12)]
@@ -344,7 +349,7 @@ def test_fits_loss_is_the_mean_over_trainable_tokens(make: MakeLearner):
     learner, cut = make(), make(micro_batch_tokens=30)
     batch = pack(SAMPLES)
     with torch.no_grad():
-        logits_RV = learner._policy(batch).logits_RV
+        logits_RV = logits(learner._policy(batch))
     expected = torch.nn.functional.cross_entropy(logits_RV, batch.target_ids_R)
     assert learner.fit(SAMPLES, LR) == pytest.approx(float(expected), abs=1e-5)
     assert cut.fit(SAMPLES, LR) == pytest.approx(float(expected), abs=1e-5)
@@ -357,7 +362,7 @@ def recorded(learner: Learner, samples: list[TrainSample], temperature: float = 
         batch = pack([each])
         with torch.no_grad():
             out = learner._policy(batch)
-        logprobs = torch.log_softmax(out.logits_RV / temperature, -1)[
+        logprobs = torch.log_softmax(logits(out) / temperature, -1)[
             torch.arange(len(each.targets_R)), batch.target_ids_R
         ]
         results.append(
@@ -381,7 +386,7 @@ def test_parity_with_a_sampler_that_agrees(make: MakeLearner, temperature: float
     assert report.max_abs_nats < 4e-6  # packing: logits of about 4, 8 u of sums
     batch = pack(SAMPLES)
     with torch.no_grad():
-        logits_RV = learner._policy(batch).logits_RV / temperature
+        logits_RV = logits(learner._policy(batch)) / temperature
     entropy = torch.distributions.Categorical(logits=logits_RV).entropy().mean()
     assert report.entropy == pytest.approx(float(entropy), rel=1e-5)
 

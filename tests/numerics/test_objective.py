@@ -14,7 +14,6 @@ from rl.algorithms.config import AlgorithmConfig, Importance, ImportanceLevel
 from rl.algorithms.importance import Correction
 from rl.algorithms.objective import Objective
 from rl.algorithms.registry import build_algorithm
-from rl.learner.streams import row_entropies
 
 STEP = 1e-6
 LENGTHS = np.array([4, 1, 3])
@@ -127,32 +126,6 @@ def test_a_correction_without_proximal_logprobs_or_with_a_cap_below_one_is_refus
     for cap in (0.5, float("nan")):
         with pytest.raises(AlgorithmError, match=r"^algorithm\.importance_cap: a correction needs a cap of at least 1"):
             Correction(Importance.mask, ImportanceLevel.token, cap)
-
-
-LOGITS = np.array([[0.3, -1.0, 0.8, 0.0], [5.0, 0.0, -5.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
-TEMPERATURES = np.array([1.0, 0.7, 2.0])
-
-
-def entropies(logits: np.ndarray) -> np.ndarray:
-    scaled = logits / TEMPERATURES[:, None]
-    p = np.exp(scaled - scaled.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    return -(p * np.log(p)).sum(-1)
-
-
-def test_the_entropy_of_a_row_and_its_gradient():
-    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
-    values = row_entropies(logits, torch.tensor(TEMPERATURES))
-    np.testing.assert_allclose(values.detach(), entropies(LOGITS), rtol=1e-12)
-    assert values[2].item() == pytest.approx(np.log(4))
-    weights = np.array([1.0, -2.0, 0.5])
-    (values * torch.tensor(weights)).sum().backward()
-    for index in np.ndindex(LOGITS.shape):
-        step = np.zeros_like(LOGITS)
-        step[index] = STEP
-        difference = (weights * (entropies(LOGITS + step) - entropies(LOGITS - step))).sum() / (2 * STEP)
-        assert logits.grad is not None
-        assert logits.grad[index].item() == pytest.approx(difference, abs=1e-9)
 
 
 def test_the_entropy_bonus_lowers_the_loss_and_is_computed_only_when_it_counts():
