@@ -1,8 +1,8 @@
 """Requantizing after a step: which codes an update moves, and which gradients pass a code that saturated.
 
 Plain `model.mxfp4.quantize` lets a master that lies on the boundary of two codes flip between them at every step
-(weight oscillation: TetraJet, arXiv 2502.20853). `requantize` adds hysteresis: a code moves only when its master is more
-than a fraction of a step past the boundary, and a block keeps its scale within `model.mxfp4.HYSTERESIS`.
+(weight oscillation: TetraJet, arXiv 2502.20853). `requantize` adds hysteresis: a code moves only when its master is
+more than a fraction of a step past the boundary, and a block keeps its scale within `model.mxfp4.HYSTERESIS`.
 
 With x = master / scale, v the value of the present code, l and u those of its neighbours and h the hysteresis, the code
 stays while
@@ -19,6 +19,7 @@ Shapes: K values along the last axis, N blocks.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ def requantize(
         index_NK = old_NK.to(torch.int32)
         keep_NK = (x_NK >= lower[index_NK]) & (x_NK <= upper[index_NK])
         keep_NK &= (scale_N[part] == old_scale_N[part]).unsqueeze(-1)
-        mask_NB = keep_NK[:, 0::2] * 0x0F | keep_NK[:, 1::2].to(torch.uint8) * 0xF0
-        mask_NB = mask_NB.to(torch.uint8)
+        keep_NK = keep_NK.to(torch.uint8)
+        mask_NB = keep_NK[:, 0::2] * 0x0F | keep_NK[:, 1::2] * 0xF0
         new_NB[part] = new_NB[part] & ~mask_NB | old_NB[part] & mask_NB
     return blocks, scales
 
@@ -90,7 +91,7 @@ def _bands(hysteresis: float) -> tuple[torch.Tensor, torch.Tensor]:
     values = sorted({value + 0.0 for value in E2M1_VALUES})  # + 0.0 makes one of both zeros
     lower = dict.fromkeys(values, -torch.inf)
     upper = dict.fromkeys(values, torch.inf)
-    for left, right in zip(values, values[1:], strict=False):
+    for left, right in pairwise(values):
         boundary, margin = (left + right) / 2, hysteresis * (right - left)
         upper[left], lower[right] = boundary + margin, boundary - margin
     return torch.tensor([lower[v + 0.0] for v in E2M1_VALUES]), torch.tensor([upper[v + 0.0] for v in E2M1_VALUES])
@@ -103,7 +104,7 @@ def inside_range(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 class ClippedStraightThrough(torch.autograd.Function):
-    """`apply(master, view, inside)` is the view in the forward pass; the gradient passes where `inside`, and is 0 elsewhere.
+    """`apply(master, view, inside)` is the view in the forward pass; the gradient passes where `inside`, else 0.
 
     The clip-aware form of `model.snapshot.StraightThrough`: moving a saturated master changes nothing in the forward.
     """

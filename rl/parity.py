@@ -55,9 +55,18 @@ logprob, and the mean is the share that differs, about a fiftieth (measured: mea
 """
 
 
-def bounds_for(section: ParitySection, dtype: ComputeDtype, kernels: KernelChoice) -> ParityBounds:
-    """The configured bounds, each with the default of the compute dtype and of the kernels that both sides run."""
-    default = BOUNDS[dtype] if kernels is KernelChoice.torch else EXACT
+NOT_COMPARED = ParityBounds(mean_abs_nats=math.inf, max_abs_nats=math.inf, max_flipped_frac=math.inf)
+"""The learner's forward is not quantized: it differs from the sampler's by the quantization, which has no bound."""
+
+
+def bounds_for(
+    section: ParitySection, dtype: ComputeDtype, kernels: KernelChoice, *, quantized: bool = True
+) -> ParityBounds:
+    """The configured bounds, each with the default of the compute dtype and of the kernels that both sides run.
+
+    Where the learner's forward is not `quantized`, only what is configured is bounded.
+    """
+    default = (BOUNDS[dtype] if kernels is KernelChoice.torch else EXACT) if quantized else NOT_COMPARED
     return ParityBounds(
         mean_abs_nats=default.mean_abs_nats if section.mean_abs_nats is None else section.mean_abs_nats,
         max_abs_nats=default.max_abs_nats if section.max_abs_nats is None else section.max_abs_nats,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from rl.learner.group import LearnerGroup
 from rl.parity import ParityBounds, ParityError, ParityReport
 from rollout.pool import RolloutPool
 from rollout.types import WeightVersion
+
+_EXPERT_LAYER = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(?:gate_up|down)_proj$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,16 @@ class Published:
         """Changed share of all codes; 0 for the first version."""
         total = sum(count for _, count in self.codes_changed.values())
         return sum(changed for changed, _ in self.codes_changed.values()) / total if total else 0.0
+
+    @property
+    def codes_changed_by_layer(self) -> dict[int, float]:
+        """Changed share of the expert codes of each layer; empty for the first version."""
+        counts: dict[int, tuple[int, int]] = {}
+        for name, (changed, total) in self.codes_changed.items():
+            if (found := _EXPERT_LAYER.match(name)) is not None:
+                before = counts.get(layer := int(found[1]), (0, 0))
+                counts[layer] = (before[0] + changed, before[1] + total)
+        return {layer: changed / total for layer, (changed, total) in counts.items()}
 
 
 class Publisher:

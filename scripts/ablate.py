@@ -33,8 +33,13 @@ ARMS: dict[str, tuple[str, ...]] = {
     "gspo": ("algorithm=gspo",),
     "cispo": ("algorithm=cispo",),
     "grpo, routes not replayed": ("learner.router_replay=false",),
+    "grpo, no quantization in the forward": ("learner.quantization.enabled=false", "algorithm.importance=truncate"),
 }
-"""What an arm changes in `+experiment=coding`."""
+"""What an arm changes in `+experiment=coding`.
+
+Without quantization in the forward the learner's logprobs are not the sampler's, and the parity gate bounds none:
+token weights proximal / behavior, truncated at the default cap, correct for the difference.
+"""
 
 BEGIN, END = "<!-- ablation: begin (scripts/ablate.py) -->", "<!-- ablation: end -->"
 LAST_ROUNDS = 5
