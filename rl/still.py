@@ -21,9 +21,11 @@ class StillWatch:
 
     def observe(self, codes_changed: Mapping[str, tuple[int, int]]) -> str | None:
         """Take the (changed, all) codes of every tensor after a round with an update; the warning when it is due."""
+        if not self.num_rounds:
+            return None
         changed = sum(count for name, (count, _) in codes_changed.items() if tensor_format(name) is Format.MXFP4)
         self._num_still = 0 if changed else self._num_still + 1
-        if not self.num_rounds or self._num_still != self.num_rounds:
+        if self._num_still != self.num_rounds:
             return None
         self.num_rounds = 0
         return (
