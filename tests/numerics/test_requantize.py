@@ -70,6 +70,7 @@ def test_the_clipped_gradient_is_that_of_the_definition() -> None:
     gradient = torch.randn(16, 64)
     out = ClippedStraightThrough.apply(w, torch.zeros(16, 64), inside_range(w, scales))
     out.backward(gradient)
+    assert w.grad is not None
     expected = np.where(np.abs(w.detach().numpy()) <= largest, gradient.numpy(), 0.0)
     assert 0 < (expected == 0).sum() < 200, "the control: some saturate"
     np.testing.assert_array_equal(w.grad.numpy(), expected)
@@ -78,7 +79,7 @@ def test_the_clipped_gradient_is_that_of_the_definition() -> None:
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_the_bytes_published_are_those_trained_on_and_a_checkpoint_repeats_them(
     make: MakeLearner, tmp_path: Path, kind: str
-) -> None:
+):
     learner, again = make(quantization=SETTINGS[kind], seed=3), make(quantization=SETTINGS[kind], seed=3)
     learner.update([SAMPLES[:4], SAMPLES[4:]], GRPO, LR)
     snapshot, _ = learner.snapshot(WeightVersion(0))
@@ -104,7 +105,7 @@ def test_masters_are_quantized_once_an_optimizer_step(make: MakeLearner) -> None
     assert calls.count(EXPERT) == 2
 
 
-def test_without_quantization_the_forward_reads_the_masters_and_publishes_their_bytes(make: MakeLearner) -> None:
+def test_without_quantization_the_forward_reads_the_masters_and_publishes_their_bytes(make: MakeLearner):
     learner = make(quantization=QuantizationConfig(enabled=False))
     before = learner.snapshot(WeightVersion(0))[0].digests
     assert learner.update([SAMPLES], GRPO, LR) is not None
