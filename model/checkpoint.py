@@ -5,7 +5,8 @@ ours names the family as `family`.
 
 Our own files have two forms, told apart by the file's own metadata. `master`: fp32 tensors under the parameters' names,
 what training resumes from. `published`: the bytes of a snapshot; an MXFP4 tensor is two entries, `<name>_blocks` and
-`<name>_scales`, in the layout of the gpt-oss checkpoints, the rest is bf16.
+`<name>_scales`, in the layout of the gpt-oss checkpoints, the rest is bf16. Either carries the digests of its tensors
+(`model/manifest.py`), which are checked whenever it is read.
 
 A folder is written in place: the caller owns atomicity (write to a temporary folder, then rename).
 """
@@ -30,6 +31,7 @@ from model.config import ConfigError, ModelConfig
 from model.hf.files import CONFIG_FILE, WEIGHTS_FILE, Folder
 from model.hf.reader import open_hf
 from model.loaded import CheckpointError, Form, LoadedModel, Weight
+from model.manifest import verify_digests, with_digests
 from model.snapshot import (
     PLAIN_DTYPES,
     SNAPSHOT_METADATA,
@@ -71,7 +73,8 @@ def save_model(
         else:
             raise CheckpointError(f"save_model: {name}: a master must be fp32, got {weight.dtype}; save the master")
     formats = {key: str(value) for key, value in SNAPSHOT_METADATA.items()} if packed else {}
-    save_file(entries, folder / WEIGHTS_FILE, metadata={**metadata, **formats, "form": form.value})
+    metadata = with_digests(entries, {**metadata, **formats, "form": form.value})
+    save_file(entries, folder / WEIGHTS_FILE, metadata=metadata)
     (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
 
@@ -118,6 +121,7 @@ def load_model(source: str | os.PathLike[str]) -> LoadedModel:
             entries = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: must be a safetensors file, got {error}; restore or rewrite it") from error
+    verify_digests(path, entries, metadata)
     form = metadata.pop("form", None)
     if form not in _OWN_FORMS:
         raise CheckpointError(

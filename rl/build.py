@@ -48,6 +48,7 @@ from rl.rollouts import Rollouts, task_limits
 from rl.run_folder import RunFolder, RunResult, commit, plain, write_atomically
 from rl.shaping import KlReward, Shaping
 from rl.start_model import with_vocabulary
+from rl.still import StillWatch
 from rl.tracking import Tracker, new_run_id, resolve_mode
 from rl.warm_start import StartPlan, plan_start, warm_start
 from rollout.pool import RolloutPool
@@ -232,16 +233,22 @@ def _rounds(stack: ExitStack, ready: _Ready, start: _Start, pool: RolloutPool) -
             deadline_s=config.learner.call_deadline_s,
         )
     )
+    quantization, hold_back = config.learner.quantization, config.rollout.hold_back_versions
     publisher = Publisher(
         learners,
         pool,
-        bounds_for(config.parity, config.model.compute_dtype, config.cluster.kernels),
-        HeldBack(start.plan.model, config.rollout.hold_back_versions),
+        bounds_for(config.parity, config.model.compute_dtype, config.cluster.kernels, quantized=quantization.enabled),
+        HeldBack(start.plan.model, hold_back),
     )
-    if config.rollout.hold_back_versions:
+    if hold_back:
         progress.say(
-            f"rollout.hold_back_versions={config.rollout.hold_back_versions}: the workers run older weights than the "
-            "learner, so the parity gate compares their bytes and not the logprobs"
+            f"rollout.hold_back_versions={hold_back}: the workers run older weights than the learner, so the "
+            "parity gate compares their bytes and not the logprobs"
+        )
+    if not quantization.enabled:
+        progress.say(
+            "parity gate: compares the published bytes and no logprobs (learner.quantization.enabled=false): sampler "
+            "and learner differ by the quantization, which algorithm.importance=truncate corrects for"
         )
     rollouts = Rollouts(config=config, tasks=ready.tasks, pool=pool)
     if start.state is not None:
@@ -267,7 +274,13 @@ def _rounds(stack: ExitStack, ready: _Ready, start: _Start, pool: RolloutPool) -
             tags=config.logging.tags,
         )
     )
-    recorder = Recorder(log=log, tracker=tracker, progress=progress)
+    recorder = Recorder(
+        log=log,
+        tracker=tracker,
+        progress=progress,
+        still=StillWatch(quantization.warn_still_rounds),
+        compares_logprobs=quantization.enabled,
+    )
     evaluator = Evaluator(
         pool=pool,
         reward=_reward(config),
@@ -366,7 +379,8 @@ def _finish(config: RunConfig, folder: RunFolder, workers: WorkerPlan) -> RunRes
     rewards = [reward for row in rows if (reward := row.values.get("reward/total")) is not None]
     head, dirty = commit()
     kernels = resolve_kernels(config.cluster.kernels).name
-    bounds = bounds_for(config.parity, config.model.compute_dtype, kernels)
+    quantized = config.learner.quantization.enabled
+    bounds = bounds_for(config.parity, config.model.compute_dtype, kernels, quantized=quantized)
     more = _continue_command(config.run.rounds + 10)
     report = write_report(
         folder.path,

@@ -22,6 +22,7 @@ from rl import machine
 from rl.algorithms import knobs
 from rl.algorithms.config import KlPlace
 from rl.config import Placement, RunConfig
+from rl.learner.config import CodeRounding, QuantizationConfig
 from rollout.config import ChatFormat
 
 MAX_DEFAULT_WORKERS: Final = 4
@@ -134,6 +135,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "learner.beta1": _BETA,
     "learner.beta2": _BETA,
     "learner.call_deadline_s": _POSITIVE,
+    "learner.quantization.hysteresis": Range(at_least=0, at_most=0.5, remedy="beyond half a step no code would move"),
     "evaluation.num_tasks": _COUNT,
     "evaluation.during_num_tasks": _COUNT,
     "warm_start.num_demonstrations": _COUNT,
@@ -309,6 +311,7 @@ def _at_odds(config: RunConfig) -> Iterator[str]:
             "it out, or name a model with warm_start.checkpoint"
         )
     yield from _expert_parallel_mistakes(config)
+    yield from _quantization_mistakes(config)
 
 
 def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:
@@ -327,6 +330,21 @@ def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:
         yield (
             "algorithm.bias_update_speed: moves the selection bias of a router, which this model has not, got "
             f"{config.algorithm.bias_update_speed}; set it to 0, or use algorithm.load_balance_coef"
+        )
+
+
+def _quantization_mistakes(config: RunConfig) -> Iterator[str]:
+    given, default = config.learner.quantization, QuantizationConfig()
+    for knob in ("straight_through", "rounding", "hysteresis"):
+        if not given.enabled and getattr(given, knob) != getattr(default, knob):
+            yield (
+                f"learner.quantization.{knob}: not read while learner.quantization.enabled is false, got "
+                f"{getattr(given, knob)}; drop it, or leave the quantization on"
+            )
+    if given.hysteresis and given.rounding is CodeRounding.stochastic:
+        yield (
+            "learner.quantization.hysteresis: keeps codes that learner.quantization.rounding=stochastic draws anew at "
+            f"every step, got {given.hysteresis}; set one of them back to its default"
         )
 
 

@@ -128,6 +128,7 @@ PREFIXES: Mapping[str, MetricInfo] = {
     for info in (
         _info("reward/", "", _HIGHER, "Mean score of one named node of the reward tree"),
         _info("time/", "s", _LOWER, "Wall time of one stage of the round; the name ends in _s"),
+        _info("codes_changed/", "frac", _NEITHER, "Expert codes of one layer that differ from the previous version"),
         _info("custom/", "", _NEITHER, "A metric of a user's own environment, reward or algorithm"),
     )
 }

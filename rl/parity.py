@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -55,9 +56,21 @@ logprob, and the mean is the share that differs, about a fiftieth (measured: mea
 """
 
 
-def bounds_for(section: ParitySection, dtype: ComputeDtype, kernels: KernelChoice) -> ParityBounds:
-    """The configured bounds, each with the default of the compute dtype and of the kernels that both sides run."""
-    default = BOUNDS[dtype] if kernels is KernelChoice.torch else EXACT
+NOT_COMPARED = ParityBounds(
+    mean_abs_nats=sys.float_info.max, max_abs_nats=sys.float_info.max, max_flipped_frac=sys.float_info.max
+)
+"""Sampler and learner differ for a reason (another version, or a forward that is not quantized): logprobs must be
+finite, and there is no bound on how far apart they are."""
+
+
+def bounds_for(
+    section: ParitySection, dtype: ComputeDtype, kernels: KernelChoice, *, quantized: bool = True
+) -> ParityBounds:
+    """The configured bounds, each with the default of the compute dtype and of the kernels that both sides run.
+
+    Where the learner's forward is not `quantized`, only what is configured is bounded.
+    """
+    default = (BOUNDS[dtype] if kernels is KernelChoice.torch else EXACT) if quantized else NOT_COMPARED
     return ParityBounds(
         mean_abs_nats=default.mean_abs_nats if section.mean_abs_nats is None else section.mean_abs_nats,
         max_abs_nats=default.max_abs_nats if section.max_abs_nats is None else section.max_abs_nats,

@@ -35,10 +35,14 @@ _FORMATS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "reward": ("reward", lambda value: f"{value:+.3f}"),
     "pass_rate": ("pass", lambda value: f"{value * 100:.1f} %"),
     "tokens_per_s": ("tokens/s", lambda value: f"{value:,.0f}"),
-    "parity": ("parity", lambda value: "0 (exact)" if value == 0 else f"{value:.1e} nats"),
+    "parity": ("parity", lambda value: value if isinstance(value, str) else _nats(value)),
     "round_s": ("took", lambda value: duration(value)),
 }
 """How known fields are labelled and written; any other field shows under its own name."""
+
+
+def _nats(value: float) -> str:
+    return "0 (exact)" if value == 0 else f"{value:.1e} nats"
 
 
 def duration(seconds: float) -> str:

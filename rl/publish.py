@@ -6,7 +6,7 @@ from the learner's for a reason, so that the gate compares bytes alone.
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,14 +16,11 @@ from model.snapshot import WeightSnapshot
 from rl.batch import TrainSample
 from rl.held_back import HeldBack
 from rl.learner.group import LearnerGroup
-from rl.parity import ParityBounds, ParityError, ParityReport
+from rl.parity import NOT_COMPARED, ParityBounds, ParityError, ParityReport
 from rollout.pool import RolloutPool
 from rollout.types import WeightVersion
 
-_FINITE = ParityBounds(
-    mean_abs_nats=sys.float_info.max, max_abs_nats=sys.float_info.max, max_flipped_frac=sys.float_info.max
-)
-"""What two versions must keep to: there is no bound on how far apart they are."""
+_EXPERT_LAYER = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(?:gate_up|down)_proj$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +39,16 @@ class Published:
         """Changed share of all codes; 0 for the first version."""
         total = sum(count for _, count in self.codes_changed.values())
         return sum(changed for changed, _ in self.codes_changed.values()) / total if total else 0.0
+
+    @property
+    def codes_changed_by_layer(self) -> dict[int, float]:
+        """Changed share of the expert codes of each layer; empty for the first version."""
+        counts: dict[int, tuple[int, int]] = {}
+        for name, (changed, total) in self.codes_changed.items():
+            if (found := _EXPERT_LAYER.match(name)) is not None:
+                before = counts.get(layer := int(found[1]), (0, 0))
+                counts[layer] = (before[0] + changed, before[1] + total)
+        return {layer: changed / total for layer, (changed, total) in counts.items()}
 
 
 class Publisher:
@@ -94,7 +101,7 @@ class Publisher:
         report = self._learners.parity(samples)
         if self._sent != self.version:
             report = report.across_versions(samples)
-            problem = report.violation(_FINITE) or self._other_weights(self._sent_digests)
+            problem = report.violation(NOT_COMPARED) or self._other_weights(self._sent_digests)
             if problem is not None:
                 raise ParityError(
                     f"parity gate: the workers must run version {self._sent} as it was sent, and give finite logprobs, "

@@ -20,8 +20,11 @@ from rl.metrics import MetricsLog, eval_metrics, stage_time
 from rl.parity import ParityReport
 from rl.progress import Progress
 from rl.publish import Published
+from rl.still import StillWatch
 from rl.tracking import Tracker
 from rollout.types import ScoredGroup, SpanOrigin, StopReason, Trajectory
+
+_OF_LOGPROBS = {"parity/mean_abs_nats", "parity/max_abs_nats"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +46,13 @@ class RoundFacts:
 
 @dataclass(slots=True)
 class Recorder:
-    """Writes one row a round."""
+    """Writes one row a round. Without `compares_logprobs` it says that the gate compared none."""
 
     log: MetricsLog
     tracker: Tracker
     progress: Progress
+    still: StillWatch = field(default_factory=lambda: StillWatch(0))
+    compares_logprobs: bool = True
     _times_s: dict[str, float] = field(default_factory=dict[str, float])
     _round_started_s: float = 0.0
 
@@ -66,13 +71,17 @@ class Recorder:
         values = round_metrics(facts, self._times_s.get("rollout", 0.0)) | self._times()
         for evaluation in evaluations:
             values |= evaluation_metrics(evaluation)
+        if not self.compares_logprobs:
+            values = {name: value for name, value in values.items() if name not in _OF_LOGPROBS}
         self._write(number, values)
+        if facts.update is not None and (warning := self.still.observe(facts.published.codes_changed)):
+            self.progress.say(warning)
         held_out = next((e.after_repair.rate for e in evaluations if e.after_repair.rate is not None), None)
         self.progress.advance(
             reward=values.get("reward/total"),
             pass_rate=values["pass_rate/train"],
             tokens_per_s=values["tokens_per_s"],
-            parity=values["parity/mean_abs_nats"],
+            parity=values.get("parity/mean_abs_nats", "not compared"),
             held_out=None if held_out is None else f"{held_out:.1%}",
         )
 
@@ -132,6 +141,7 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
         "codes_changed_frac": facts.published.codes_changed_frac,
         "publish/bytes": float(facts.published.num_bytes),
     }
+    values |= {f"codes_changed/layer_{layer}": frac for layer, frac in facts.published.codes_changed_by_layer.items()}
     if facts.credit.explained_variance is not None:
         values["value/explained_variance"] = facts.credit.explained_variance
     return values | _update_metrics(facts)

@@ -328,6 +328,8 @@ def _parity(rows: Rows, mean_bound_nats: float, max_bound_nats: float) -> Chart:
         f"its update. Dashed lines are the bounds of the gate: mean {mean_bound_nats:g}, largest {max_bound_nats:g} "
         "nats. Below the lowest power of ten the scale runs linearly to 0 (exact)."
     )
+    if not math.isfinite(mean_bound_nats):
+        caption = "The gate compared no log-probabilities: learner.quantization.enabled=false."
     series = [("parity/mean_abs_nats", "mean", mean_bound_nats), ("parity/max_abs_nats", "largest", max_bound_nats)]
     shown = [(index, *entry) for index, entry in enumerate(series) if _has(rows, entry[0])]
     if not shown:

@@ -57,6 +57,7 @@ FREE_TO_CHANGE: Final = frozenset(
         "learner.zero_stage",
         "learner.num_threads",
         "learner.call_deadline_s",
+        "learner.quantization.warn_still_rounds",
         "env.sandboxes_per_worker",
     }
 )

@@ -37,8 +37,13 @@ ARMS: dict[str, tuple[str, ...]] = {
     "grpo, 2 versions stale, corrected": ("rollout.hold_back_versions=2", "algorithm.importance=truncate"),
     "grpo, 8 versions stale": ("rollout.hold_back_versions=8",),
     "grpo, 8 versions stale, corrected": ("rollout.hold_back_versions=8", "algorithm.importance=truncate"),
+    "grpo, no quantization in the forward": ("learner.quantization.enabled=false", "algorithm.importance=truncate"),
 }
-"""What an arm changes in `+experiment=coding`; "grpo" is the one whose samples are not stale."""
+"""What an arm changes in `+experiment=coding`; "grpo" is the one whose samples are not stale.
+
+Without quantization in the forward the learner's logprobs are not the sampler's, and the parity gate bounds none:
+token weights proximal / behavior, truncated at the default cap, correct for the difference.
+"""
 
 BEGIN, END = "<!-- ablation: begin (scripts/ablate.py) -->", "<!-- ablation: end -->"
 LAST_ROUNDS = 5

@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+
+
+class StraightThroughKind(StrEnum):
+    """Which gradients pass from the published view to the masters.
+
+    identity   all: a master beyond the largest code of its block can come back
+    clipped    those of masters within their block's range; 0 beyond it, where the view does not move with the master
+    """
+
+    identity = auto()
+    clipped = auto()
+
+
+class CodeRounding(StrEnum):
+    """How a master between two codes is rounded: to the nearest one, or at random so that the mean is the master."""
+
+    nearest = auto()
+    stochastic = auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class QuantizationConfig:
+    """How the learner sees the MXFP4 experts (`rl/learner/requantizer.py`); what it sees is what is published.
+
+    With `enabled=false` the forward reads the masters instead: learner and sampler then differ by the quantization, the
+    parity gate compares bytes alone, and `algorithm.importance` is the means against the difference.
+
+    `hysteresis` keeps a code until its master is that many steps past the boundary (0 to 0.5). After
+    `warn_still_rounds` rounds with an update and without a changed code a line says so, once (0: never).
+    """
+
+    enabled: bool = True
+    straight_through: StraightThroughKind = StraightThroughKind.identity
+    rounding: CodeRounding = CodeRounding.nearest
+    hysteresis: float = 0.0
+    warn_still_rounds: int = 5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,3 +65,4 @@ class LearnerConfig:
     beta2: float = 0.95
     weight_decay: float = 0.0
     call_deadline_s: float = 600.0
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)

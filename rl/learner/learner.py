@@ -45,9 +45,11 @@ from rl.learner.balance import (
     nothing_dispatched,
     update_selection_biases,
 )
+from rl.learner.config import QuantizationConfig
 from rl.learner.counted_file import load_counted, save_counted
 from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
 from rl.learner.policy import PolicyOutput, PublishedPolicy
+from rl.learner.published import PUBLISHED_FOLDER, differing, load_published, save_published
 from rl.learner.reference import Reference
 from rl.learner.streams import batch_logprobs, logprobs_and_entropies, row_entropies, token_streams
 from rl.learner.value_head import ValueHead
@@ -67,7 +69,7 @@ class LearnerSpec:
     """Everything a learner needs; picklable. `start` is the model folder to start from.
 
     With `reference` the learner keeps the start policy, frozen, and scores every sample with it; with `value_lr` it has
-    a value head that learns at this rate.
+    a value head that learns at this rate. `seed` keys random rounding.
     """
 
     model: ModelConfig
@@ -81,6 +83,8 @@ class LearnerSpec:
     expert_parallel: int = 1
     reference: bool = False
     value_lr: float | None = None
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    seed: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, *, model: ModelConfig, start: Path, num_threads: int) -> LearnerSpec:
@@ -109,6 +113,8 @@ class LearnerSpec:
             expert_parallel=settings.expert_parallel,
             reference=config.algorithm.kl_coef > 0,
             value_lr=config.algorithm.value_lr if has_critic(config.algorithm) else None,
+            quantization=settings.quantization,
+            seed=config.run.seed,
         )
 
 
@@ -141,7 +147,8 @@ class Learner:
         self._spec = spec
         self._kernels = resolve_kernels(spec.kernels)
         self._ranks = join(rendezvous, expert_parallel=spec.expert_parallel)
-        self._policy = PublishedPolicy(spec.model, self._kernels, self._ranks)
+        self._policy = PublishedPolicy(spec.model, self._kernels, self._ranks, spec.quantization, spec.seed)
+        self._num_steps = 0
         masters, experts = self._policy.masters(), self._policy.experts
         self._engine = DeepSpeedEngine(self._policy, masters, spec.optimizer, self._ranks, experts)
         self._engine.restore(self._own_part(load_model(spec.start).masters()), {}, 0)
@@ -189,7 +196,7 @@ class Learner:
             self._engine.backward(loss + router_loss.part(out, batch).weighted)
             loss_sum += float(loss.detach())
         self._step(lr)
-        self._policy.refresh()
+        self._policy.refresh(self._num_steps)
         return math.fsum(self._ranks.gather(loss_sum))
 
     def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
@@ -222,6 +229,8 @@ class Learner:
         if self._ranks.rank == 0:
             save_model(folder, self._spec.model, masters, {})
             save_counted(folder / OPTIMIZER_FILE, moments, num_steps)
+        if not self._policy.is_function_of_masters:
+            save_published(self._policy, self._spec.model, folder)
         if self._reference is not None:
             self._reference.save(folder)
         if self._value_head is not None and self._ranks.rank == 0:  # it is the same on all
@@ -246,8 +255,15 @@ class Learner:
             self._reference.load(folder)
         if self._value_head is not None:
             self._value_head.load(folder)
+        saved = None if self._policy.is_function_of_masters else load_published(self._policy, self._spec.model, folder)
         self._engine.restore(self._own_part(loaded.masters()), self._own_part(moments), num_steps)
-        self._policy.refresh()
+        self._num_steps = num_steps
+        self._policy.refresh(num_steps, saved)
+        if saved is not None and (changed := differing(saved, self._policy.packed)):
+            raise LearnerError(
+                f"checkpoint {folder.name}: {PUBLISHED_FOLDER} must hold the bytes that its masters give again, got "
+                f"others in {changed[0]}; use the learner.quantization and run.seed it was saved with"
+            )
 
     def close(self) -> None:
         """Leave the process group."""
@@ -290,7 +306,7 @@ class Learner:
             self._value_head.step(self._ranks)
         if speed := self._spec.balance.bias_update_speed:
             update_selection_biases(self._policy.model, self._ranks.total(dispatched.counts_LE.clone()), speed)
-        self._policy.refresh()
+        self._policy.refresh(self._num_steps)
 
     def _replayed(self, batch: Batch) -> torch.Tensor | None:
         """The recorded routes of a batch; `None` when the router shall choose."""
@@ -361,6 +377,7 @@ class Learner:
 
     def _step(self, lr: float) -> float:
         grad_norm = self._engine.step(lr)
+        self._num_steps += 1
         if not np.isfinite(grad_norm):
             raise LearnerError(
                 f"learner: the gradient must be finite, got norm {grad_norm}; lower algorithm.lr or look at the batch"

@@ -2,7 +2,8 @@
 
 `refresh` quantizes every master once an optimizer step; the forward reads those bytes with the kernels that a sampler
 runs, its gradient goes straight through to the masters, and `snapshot` publishes the same bytes. What is trained on is
-what is published.
+what is published, unless `learner.quantization.enabled=false`: then the forward reads the masters, in torch's
+arithmetic, and they are quantized when they are published.
 
 Shapes: T packed tokens, R rows whose next token is trained, D model dim, L layers,
 K experts of a token, E experts.
@@ -29,7 +30,9 @@ from model.moe import Experts
 from model.packed_attention import PackedAttention
 from model.parallel.experts import ExpertExchange
 from model.parallel.groups import Ranks
+from model.requantize import ClippedStraightThrough
 from model.snapshot import (
+    Format,
     PackedTensor,
     StraightThrough,
     WeightSnapshot,
@@ -37,11 +40,13 @@ from model.snapshot import (
     codes_changed,
     digest,
     make_snapshot,
-    published_view,
+    tensor_format,
     view,
 )
 from model.transformer import Transformer
 from rl.batch import Batch
+from rl.learner.config import QuantizationConfig
+from rl.learner.requantizer import Requantizer
 from rollout.types import WeightVersion
 
 
@@ -58,14 +63,29 @@ class PolicyOutput:
 
 
 class PublishedPolicy(nn.Module):
-    """A transformer whose forward reads the published view of its parameters; its experts are those of this rank."""
+    """A transformer whose forward reads the published view of its parameters; its experts are those of this rank.
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, ranks: Ranks):
+    `quantization` says how its masters become bytes, `seed` keys what is random in it.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        ranks: Ranks,
+        quantization: QuantizationConfig | None = None,
+        seed: int = 0,
+    ):
         super().__init__()
         self.model = Transformer(config, expert_parallel=ranks.expert_parallel)
         self._kernels = kernels
-        self._binder = None if kernels.layers is None else Binder(config, kernels.layers, ranks.expert_parallel)
         self._experts: dict[str, slice] = {}
+        self._requantizer = Requantizer(
+            quantization or QuantizationConfig(), seed=seed, nearest=kernels.quantize, experts=self._experts
+        )
+        self._binder = None
+        if kernels.layers is not None and not self._requantizer.reads_masters:
+            self._binder = Binder(config, kernels.layers, ranks.expert_parallel)
         self._ranks = ranks
         for path, module in self.model.named_modules():
             if isinstance(module, Experts):
@@ -76,12 +96,22 @@ class PublishedPolicy(nn.Module):
         self._dtype = TORCH_DTYPE[config.compute_dtype]
         self._packed: dict[str, PackedTensor] = {}
         self._views: dict[str, torch.Tensor] = {}
+        self._inside: dict[str, torch.Tensor] = {}
         self._published: dict[str, PackedTensor] = {}
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Requantize every master; call after each change of the masters."""
-        self.read(published_view(dict(self.model.named_parameters()), self._kernels.quantize))
+    def refresh(self, num_steps: int = 0, previous: Mapping[str, PackedTensor] | None = None) -> None:
+        """Requantize every master; call after each change of the masters, of which optimizer step `num_steps` was one.
+
+        `previous` are the bytes of this rank that hysteresis goes by, if not those read until now.
+        """
+        masters = dict(self.model.named_parameters())
+        if self._requantizer.reads_masters:
+            self._packed = {}
+            self._views = {name: self._as_computed(name, master.detach()) for name, master in masters.items()}
+            return
+        self.read(self._requantizer(masters, num_steps, self._packed if previous is None else previous))
+        self._inside = self._requantizer.inside(masters, self._packed)
 
     @torch.no_grad()
     def read(self, packed: Mapping[str, PackedTensor]) -> None:
@@ -108,7 +138,14 @@ class PublishedPolicy(nn.Module):
     @property
     def packed(self) -> Mapping[str, PackedTensor]:
         """The published bytes that the forward reads now; of the experts, this rank's."""
+        if not self._packed and self._requantizer.reads_masters:
+            self._packed = self._requantizer(dict(self.model.named_parameters()), 0, {})
         return self._packed
+
+    @property
+    def is_function_of_masters(self) -> bool:
+        """Whether the published bytes follow from the masters alone, so that a checkpoint need not hold them."""
+        return self._requantizer.is_pure
 
     def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
         """The packed bytes as version `version`, and (changed, all) codes of each tensor since the last snapshot.
@@ -130,7 +167,8 @@ class PublishedPolicy(nn.Module):
     def view_differences(self, running: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, float]:
         """Largest absolute difference of each tensor that `running` holds differently from the view read here."""
         differences: dict[str, float] = {}
-        for name, viewed in self._views.items():
+        for name, packed in self.packed.items():
+            viewed = view(packed, self._dtype, self._kernels.dequantize)
             if name not in running:
                 differences[name] = float("inf")
                 continue
@@ -170,7 +208,7 @@ class PublishedPolicy(nn.Module):
     def whole(self) -> dict[str, PackedTensor] | None:
         """The packed bytes of the whole model, on rank 0; `None` on the others. All ranks call it."""
         whole: dict[str, PackedTensor] = {}
-        for name, packed in self._packed.items():
+        for name, packed in self.packed.items():
             payload, scales = (self.gather(name, as_tensor(array)) for array in (packed.payload, packed.scales))
             if payload is None or scales is None:
                 continue
@@ -190,6 +228,16 @@ class PublishedPolicy(nn.Module):
         """The views, with the gradient going straight through to the masters."""
         if not torch.is_grad_enabled():
             return self._views
-        return {
-            name: StraightThrough.apply(master, self._views[name]) for name, master in self.model.named_parameters()
-        }
+        masters = self.model.named_parameters()
+        if self._requantizer.reads_masters:
+            return {name: self._as_computed(name, master) for name, master in masters}
+        return {name: self._straight_through(name, master) for name, master in masters}
+
+    def _straight_through(self, name: str, master: torch.Tensor) -> torch.Tensor:
+        if name in self._inside:
+            return ClippedStraightThrough.apply(master, self._views[name], self._inside[name])
+        return StraightThrough.apply(master, self._views[name])
+
+    def _as_computed(self, name: str, master: torch.Tensor) -> torch.Tensor:
+        """A master in the dtype of the forward."""
+        return master if tensor_format(name) is Format.FP32 else master.to(self._dtype)

@@ -23,6 +23,7 @@ from rl.algorithms.registry import build_algorithm, has_critic
 from rl.batch import TrainSample, pack
 from rl.learner import deepspeed as engine_module
 from rl.learner.balance import BalanceSettings
+from rl.learner.config import QuantizationConfig
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
 from rl.learner.streams import batch_logprobs
@@ -60,6 +61,7 @@ class Case:
     save: Path | None = None
     record: bool = False
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,7 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
             expert_parallel=case.expert_parallel,
             reference=case.algorithm.kl_coef > 0,
             value_lr=case.algorithm.value_lr if has_critic(case.algorithm) else None,
+            quantization=case.quantization,
         ),
         rendezvous,
     )

@@ -36,6 +36,7 @@ def rewrite(folder, change):
     path = folder / WEIGHTS_FILE
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
+    metadata.pop("blake2b")  # of the tensors as they were
     entries = load_file(path)
     change(entries, metadata)
     save_file(entries, path, metadata=metadata)
@@ -134,6 +135,21 @@ def test_damaged_or_missing_files_are_named(tmp_path, masters):
     save_file({"x": torch.ones(1)}, tmp_path / WEIGHTS_FILE)
     with pytest.raises(CheckpointError, match="metadata 'form' must be one of"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("publish", [False, True])
+def test_a_bit_that_changed_on_the_disk_is_named_and_never_loaded(tmp_path, masters, publish):
+    save_model(tmp_path, CONFIG, published_view(masters) if publish else masters, {})
+    load_model(tmp_path)  # the control
+    path, stored = tmp_path / WEIGHTS_FILE, load_file(tmp_path / WEIGHTS_FILE)
+    name = f"{EXPERT}_blocks" if publish else EXPERT
+    whole, wanted = path.read_bytes(), stored[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+    damaged = bytearray(whole)
+    damaged[whole.index(wanted) + 5] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=rf"{WEIGHTS_FILE}: {name}: digest must be \w+, got \w+; the file is "):
+        load_model(tmp_path)
+    assert len(damaged) == len(whole)
 
 
 def test_the_configuration_is_checked(tmp_path, masters):
