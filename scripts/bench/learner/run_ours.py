@@ -30,6 +30,7 @@ from model.parallel.groups import Ranks
 from model.snapshot import view
 from model.transformer import Transformer
 from rl.algorithms.config import AlgorithmConfig
+from rl.algorithms.grpo import Grpo
 from rl.algorithms.objective import Objective
 from rl.algorithms.registry import build_algorithm
 from rl.batch import TrainSample, pack
@@ -74,7 +75,9 @@ class Ours:
         self._engine = Engine(self._model, config, kernels=self.kernels)
         self._subscriber = Subscriber(self._model, self._engine)
         algorithm = AlgorithmConfig(clip_low=settings.clip_low, clip_high=settings.clip_high)
-        self._algorithm = build_algorithm(algorithm)
+        grpo = build_algorithm(algorithm)
+        assert isinstance(grpo, Grpo)
+        self._algorithm = grpo
         self._loss = Objective(self._algorithm, algorithm)
         self._version = -1
         self._samples: list[TrainSample] = []
