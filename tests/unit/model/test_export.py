@@ -117,7 +117,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capsys, monkeypatc
     def full(*_, **__):
         raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr("model.hf.writer.save_file", full)
+    monkeypatch.setattr("model.safetensors_file.save_file", full)
     assert main([str(source), str(tmp_path / "out"), "--format", "bf16"]) == 2
     assert capsys.readouterr().err == (
         f"{tmp_path / 'out'}: could not be written, got No space left on device (os error 28); "
