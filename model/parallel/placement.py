@@ -204,10 +204,11 @@ class _Layer:
     def at(self, rank_E: Ints) -> _State:
         """The sums when expert e is on `rank_E[e]`."""
         node_E = self._node_P[rank_E]
-        at_home_N = np.bincount(node_E, self._load_NE[node_E, np.arange(len(node_E))], minlength=self._num_nodes)
-        arrive_N = np.bincount(node_E, self._load_E, minlength=self._num_nodes) - at_home_N
+        of_home_E = self._load_NE[node_E, np.arange(len(node_E))]
+        at_home_N = _sums(node_E, of_home_E, self._num_nodes)
+        arrive_N = _sums(node_E, self._load_E, self._num_nodes) - at_home_N
         leave_N = self._load_NE.sum(1) - at_home_N
-        rank_P = np.bincount(rank_E, self._load_E, minlength=self._num_ranks)
+        rank_P = _sums(rank_E, self._load_E, self._num_ranks)
         traffic_N = np.maximum(arrive_N, leave_N)
         objective = self._num_ranks * rank_P.max() + self._weight * self._num_nodes * traffic_N.max()
         spread = self._num_ranks * (rank_P**2).sum() + self._weight * self._num_nodes * (traffic_N**2).sum()
@@ -298,6 +299,11 @@ class _Layer:
         least = np.where(objective <= objective.min() + _EPSILON, spread, np.inf)
         row, column = np.unravel_index(int(least.argmin()), least.shape)
         return int(i[row, 0]), int(column)
+
+
+def _sums(place_E: Ints, load_E: Floats, num_places: int) -> Floats:
+    """What each place holds of the experts' loads."""
+    return np.bincount(place_E, load_E, minlength=num_places).astype(np.float64)
 
 
 def _largest_but(values: Floats, first: Ints, second: Ints) -> Floats:
