@@ -48,7 +48,7 @@ from rl.learner.balance import (
 from rl.learner.config import PlacementConfig, QuantizationConfig
 from rl.learner.counted_file import load_counted, save_counted
 from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
-from rl.learner.placement import Placer
+from rl.learner.placement import Placer, with_absolute_file
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.learner.published import PUBLISHED_FOLDER, differing, load_published, save_published
 from rl.learner.reference import Reference
@@ -116,7 +116,7 @@ class LearnerSpec:
             reference=config.algorithm.kl_coef > 0,
             value_lr=config.algorithm.value_lr if has_critic(config.algorithm) else None,
             quantization=settings.quantization,
-            placement=settings.placement,
+            placement=with_absolute_file(settings.placement),
             seed=config.run.seed,
         )
 

@@ -11,6 +11,7 @@ Shapes: L layers with experts, E experts.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ from rl.learner.config import PlacementConfig, PlacementKind
 LOAD_FILE = "expert_load.json"
 _FADE = 0.9
 """The weight of a round's choices in the load, when the next round is added."""
+
+
+def with_absolute_file(settings: PlacementConfig) -> PlacementConfig:
+    """The settings as a process with another working directory needs them."""
+    file = settings.load_file
+    return settings if file is None else dataclasses.replace(settings, load_file=str(Path(file).resolve()))
 
 
 class Placer:
