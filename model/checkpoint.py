@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from model.config import ConfigError, ModelConfig
 from model.hf.files import CONFIG_FILE, WEIGHTS_FILE, Folder
 from model.hf.reader import open_hf
 from model.loaded import CheckpointError, Form, LoadedModel, Weight
 from model.manifest import verify_digests, with_digests
+from model.safetensors_file import write_safetensors
 from model.snapshot import (
     PLAIN_DTYPES,
     SNAPSHOT_METADATA,
@@ -74,7 +74,7 @@ def save_model(
             raise CheckpointError(f"save_model: {name}: a master must be fp32, got {weight.dtype}; save the master")
     formats = {key: str(value) for key, value in SNAPSHOT_METADATA.items()} if packed else {}
     metadata = with_digests(entries, {**metadata, **formats, "form": form.value})
-    save_file(entries, folder / WEIGHTS_FILE, metadata=metadata)
+    write_safetensors(folder / WEIGHTS_FILE, entries, metadata)
     (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n")
 
 

@@ -59,9 +59,8 @@ class Publisher:
         self._pool = pool
         self._bounds = bounds
         self._held_back = held_back
-        self._sent: WeightVersion | None = None
+        self.version = self._sent = WeightVersion(-1)
         self._sent_digests: Mapping[str, str] = {}
-        self.version = WeightVersion(-1)
 
     def publish(self, version: WeightVersion) -> Published:
         """Requantize and publish as `version`; every worker has swapped and verified when this returns."""

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from model.config import Family, ModelConfig
 from model.families.base import Piece
@@ -31,6 +30,7 @@ from model.hf.encodings import COMPRESSED_TENSORS, GPT_OSS, PLAIN, Encoding, Kin
 from model.hf.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder
 from model.loaded import CheckpointError, Weight, packed_of
 from model.mxfp4_layouts import to_compressed_tensors
+from model.safetensors_file import write_safetensors
 from model.snapshot import PLAIN_DTYPES, SNAPSHOT_METADATA, Format, PackedTensor, as_tensor, tensor_format, view
 from model.transformer import parameter_shapes
 
@@ -139,7 +139,7 @@ class _Shards:
 
     def _write(self) -> None:
         path = self._folder / f"model-{len(self._written) + 1:05d}.partial"
-        save_file({name: tensor.contiguous() for name, tensor in self._open.items()}, path, metadata=self._metadata)
+        write_safetensors(path, {name: tensor.contiguous() for name, tensor in self._open.items()}, self._metadata)
         self._written.append((path, [*self._open]))
         self._total_bytes += self._open_bytes
         self._open, self._open_bytes = {}, 0

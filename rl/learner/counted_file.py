@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from model.safetensors_file import write_safetensors
 
 
 def save_counted(file: Path, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
     """Write a safetensors file that tells the number of steps."""
-    save_file(dict(tensors), file, metadata={"num_steps": str(num_steps)})
+    write_safetensors(file, tensors, {"num_steps": str(num_steps)})
 
 
 def load_counted(file: Path) -> tuple[dict[str, torch.Tensor], int]:

@@ -20,6 +20,7 @@ from model.transformer import Transformer, init_weights
 from rl.algorithms.grpo import Grpo
 from rl.algorithms.surrogate import Clip
 from rl.batch import TrainSample
+from rl.held_back import HeldBack
 from rl.learner.balance import BalanceSettings
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
@@ -276,7 +277,7 @@ def test_a_nibble_changed_behind_the_digests_closes_the_gate_which_names_the_ten
     for number, damage in enumerate(sent):
         received = loop.publish(damage=damage, redigest=True)
         pool: Any = _Pool(loop.engine, received)
-        gate = Publisher(learners, pool, BOUNDS)
+        gate = Publisher(learners, pool, BOUNDS, HeldBack(MODEL, 0))
         samples = loop.rollout(300 + number)
         refusal = refusal_of(gate, samples)
         assert refusal is not None, damage
@@ -285,5 +286,5 @@ def test_a_nibble_changed_behind_the_digests_closes_the_gate_which_names_the_ten
     assert num_seen_in_logprobs >= 30, "most show in the logprobs alone, before any bytes are compared"
     pool = _Pool(loop.engine, loop.publish())
     assert (
-        refusal_of(Publisher(learners, pool, BOUNDS), loop.rollout(400)) is None
+        refusal_of(Publisher(learners, pool, BOUNDS, HeldBack(MODEL, 0)), loop.rollout(400)) is None
     )  # the control: undamaged, it is open

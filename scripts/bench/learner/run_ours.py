@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,10 @@ from model.kernels.dispatch import resolve_kernels
 from model.layers import project_logits
 from model.packed_attention import PackedAttention
 from model.parallel.groups import Ranks
-from model.snapshot import view
+from model.snapshot import PackedTensor, view
 from model.transformer import Transformer
 from rl.algorithms.config import AlgorithmConfig
+from rl.algorithms.grpo import Grpo
 from rl.algorithms.objective import Objective
 from rl.algorithms.registry import build_algorithm
 from rl.batch import TrainSample, pack
@@ -74,7 +75,9 @@ class Ours:
         self._engine = Engine(self._model, config, kernels=self.kernels)
         self._subscriber = Subscriber(self._model, self._engine)
         algorithm = AlgorithmConfig(clip_low=settings.clip_low, clip_high=settings.clip_high)
-        self._algorithm = build_algorithm(algorithm)
+        grpo = build_algorithm(algorithm)
+        assert isinstance(grpo, Grpo)
+        self._algorithm = grpo
         self._loss = Objective(self._algorithm, algorithm)
         self._version = -1
         self._samples: list[TrainSample] = []
@@ -218,9 +221,9 @@ class Ours:
         policy = self._learner._policy
         refresh = policy.refresh
 
-        def timed() -> None:
+        def timed(num_steps: int = 0, previous: Mapping[str, PackedTensor] | None = None) -> None:
             started = time.perf_counter()
-            refresh()
+            refresh(num_steps, previous)
             self._requantize_s = time.perf_counter() - started
 
         policy.refresh = timed

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-import trl
+import trl  # pyright: ignore[reportMissingImports] (.venv-trl has it)
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
