@@ -22,6 +22,7 @@ from rl import machine
 from rl.algorithms import knobs
 from rl.algorithms.config import KlPlace
 from rl.config import Placement, RunConfig
+from rl.learner import knobs as learner_knobs
 from rl.learner.config import CodeRounding, QuantizationConfig
 from rollout.config import ChatFormat
 
@@ -136,6 +137,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "learner.beta2": _BETA,
     "learner.call_deadline_s": _POSITIVE,
     "learner.quantization.hysteresis": Range(at_least=0, at_most=0.5, remedy="beyond half a step no code would move"),
+    "learner.placement.ranks_per_node": _COUNT,
     "evaluation.num_tasks": _COUNT,
     "evaluation.during_num_tasks": _COUNT,
     "warm_start.num_demonstrations": _COUNT,
@@ -312,6 +314,7 @@ def _at_odds(config: RunConfig) -> Iterator[str]:
         )
     yield from _expert_parallel_mistakes(config)
     yield from _quantization_mistakes(config)
+    yield from learner_knobs.placement_mistakes(config.learner)
 
 
 def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:

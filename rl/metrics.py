@@ -95,6 +95,8 @@ METRICS: Mapping[str, MetricInfo] = {
         _info("expert_load/max_frac", "frac", _LOWER, "Largest share of routed tokens on one expert, worst layer"),
         _info("expert_load/min_frac", "frac", _HIGHER, "Smallest share of routed tokens on one expert, worst layer"),
         _info("experts/dead", "experts", _LOWER, "Experts that no token of the round chose, summed over layers"),
+        _info("expert_load/rank_max_over_mean", "", _LOWER, "Choices of the heaviest rank over the mean, layers' mean"),
+        _info("expert_load/rank_max_over_mean_contiguous", "", _NEITHER, "The same, were all experts in their order"),
         _info("codes_changed_frac", "frac", _NEITHER, "MXFP4 codes that differ from the previous weight version"),
         _info("scales_changed_frac", "frac", _NEITHER, "MXFP4 scales that differ from the previous weight version"),
         _info("publish/bytes", "bytes", _LOWER, "Bytes of the published weights that travelled to one rollout worker"),

@@ -193,5 +193,6 @@ def _update_metrics(facts: RoundFacts) -> dict[str, float]:
         "expert_load/max_frac": float(update.expert_load_LE.max()),
         "expert_load/min_frac": float(update.expert_load_LE.min()),
         "experts/dead": float((update.expert_load_LE == 0).sum()),
+        **update.rank_loads,
         **update.watched,
     }

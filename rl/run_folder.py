@@ -58,6 +58,10 @@ FREE_TO_CHANGE: Final = frozenset(
         "learner.num_threads",
         "learner.call_deadline_s",
         "learner.quantization.warn_still_rounds",
+        "learner.placement.kind",
+        "learner.placement.ranks_per_node",
+        "learner.placement.traffic_weight",
+        "learner.placement.load_file",
         "env.sandboxes_per_worker",
     }
 )

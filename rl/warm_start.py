@@ -30,7 +30,7 @@ from model.transformer import Transformer, init_weights
 from rl.batch import TrainSample, sample_from_segment
 from rl.checkpoint import publish_folder, seal, verify_seal
 from rl.config import RunConfig
-from rl.learner.config import QuantizationConfig
+from rl.learner.config import PlacementConfig, QuantizationConfig
 from rl.learner.group import LearnerGroup
 from rl.learner.learner import LearnerSpec
 from rl.progress import Progress
@@ -151,7 +151,9 @@ def _fit(
     num_threads *= config.learner.num_ranks
     spec = dataclasses.replace(spec, optimizer=optimizer, num_threads=num_threads, expert_parallel=1)
     # It makes the reference, and one start serves every way of training on from it.
-    spec = dataclasses.replace(spec, reference=False, value_lr=None, quantization=QuantizationConfig())
+    spec = dataclasses.replace(
+        spec, reference=False, value_lr=None, quantization=QuantizationConfig(), placement=PlacementConfig()
+    )
     progress.stage("warm start: building the learner")
     with LearnerGroup(spec, num_ranks=1, deadline_s=config.learner.call_deadline_s) as learner:
         first = 0

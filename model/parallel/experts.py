@@ -1,7 +1,7 @@
 """Experts on several ranks: dispatch each row to the rank that holds its expert, compute there, combine at home.
 
-    dispatch   the rows (token, rank of choice) sorted by expert, so that each rank's are one slice; none is dropped,
-               and a rank may get none (uneven all-to-all)
+    dispatch   the rows (token, rank of choice) sorted by the slot of their expert (`model/parallel/placement.py`), so
+               that each rank's are one slice; none is dropped, and a rank may get none (uneven all-to-all)
     compute    the kernel of a whole layer with one choice a row, of weight 1
     return     the same all-to-all the other way
     combine    each token's rows, times their weights, in the order of its choices
@@ -13,7 +13,7 @@ themselves, because all rows of an expert come to its rank.
 A rank must run the layer as often as the others of its group, also without a gradient, or they wait for it.
 
 Shapes: T tokens of this rank, K choices a token, N = T K rows, M rows that this rank computes, D model dim, e experts
-of this rank, P ranks of the group.
+of this rank, E of the layer, P ranks of the group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RowsCompute(Protocol):
     """The experts of this rank."""
 
     def __call__(self, x_MD: torch.Tensor, expert_M: torch.Tensor) -> torch.Tensor:
-        """fp32 [M, D]; `expert_M` (int64) counts from this rank's first expert. M may be 0."""
+        """fp32 [M, D]; `expert_M` (int64) counts from this rank's first slot. M may be 0."""
         ...
 
 
@@ -46,10 +46,11 @@ class Combine(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertExchange:
-    """The all-to-all of one group, for models with `num_experts` experts a layer."""
+    """The all-to-all of one group in a layer; `slot_E` (int64) tells where each expert is, `None` in its own place."""
 
     group: dist.ProcessGroup
     num_experts: int
+    slot_E: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -60,7 +61,8 @@ class ExpertExchange:
         combine: Combine,
     ) -> torch.Tensor:
         """fp32 [T, D]: the weighted sum of each token's chosen experts, wherever they are."""
-        rows = sort_rows(chosen_TK, self.num_experts)
+        slots_TK = chosen_TK if self.slot_E is None else self.slot_E[chosen_TK]
+        rows = sort_rows(slots_TK, self.num_experts)
         num_ranks = dist.get_world_size(self.group)
         sent_Pe = torch.tensor(rows.counts, device=x_TD.device).view(num_ranks, -1)
         received_Pe = torch.empty_like(sent_Pe)

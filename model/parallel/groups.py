@@ -1,8 +1,9 @@
 """The place of this process among the ranks that train one model together.
 
-The experts of a layer are spread over an expert-parallel group of P ranks, in expert order: its r-th member holds the
-experts r E / P to (r + 1) E / P - 1 of every layer. Everything else is on every rank, and each rank computes its own
-samples. With more ranks than P there are several such groups, and a rank's experts are on one rank of each.
+The experts of a layer are spread over an expert-parallel group of P ranks: its r-th member holds those in the slots
+r E / P to (r + 1) E / P - 1 of the layer, where `model/parallel/placement.py` puts them. Everything else is on every
+rank, and each rank computes its own samples. With more ranks than P there are several such groups, placed alike, and a
+rank's experts are on one rank of each.
 
 Shapes: E experts of the model, e = E / P of a rank.
 """
@@ -34,11 +35,10 @@ class Ranks:
         """P."""
         return 1 if self.expert_group is None else dist.get_world_size(self.expert_group)
 
-    def own_experts(self, num_experts: int) -> slice:
-        """This rank's experts among `num_experts`."""
-        per_rank = num_experts // self.expert_parallel
-        first = 0 if self.expert_group is None else dist.get_rank(self.expert_group) * per_rank
-        return slice(first, first + per_rank)
+    @property
+    def expert_rank(self) -> int:
+        """The place of this rank in its expert-parallel group."""
+        return 0 if self.expert_group is None else dist.get_rank(self.expert_group)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value (picklable), in rank order, on every rank."""
@@ -49,7 +49,7 @@ class Ranks:
         return [value for value in values if value is not None]
 
     def gather_experts(self, own_e: torch.Tensor) -> torch.Tensor | None:
-        """The tensors [e, ...] of the first group's ranks as one [E, ...], on rank 0; `None` on the others."""
+        """The tensors [e, ...] of the first group's ranks as one [E, ...], by slot, on rank 0; `None` on the others."""
         if self.expert_group is None:
             return own_e if self.rank == 0 else None
         if dist.get_process_group_ranks(self.expert_group)[0] != 0:

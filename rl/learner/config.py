@@ -42,6 +42,32 @@ class QuantizationConfig:
     warn_still_rounds: int = 5
 
 
+class PlacementKind(StrEnum):
+    """Which experts a rank of an expert-parallel group holds.
+
+    contiguous   its slice of a layer's experts, in their order
+    balanced     those that even out the ranks' loads and the nodes' traffic, as counted so far
+    """
+
+    contiguous = auto()
+    balanced = auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class PlacementConfig:
+    """Where the experts are (`rl/learner/placement.py`), planned at the start and when a run resumes.
+
+    `load_file` is the `expert_load.json` of a checkpoint, for the start; without it all experts are taken to be chosen
+    alike until the run has a checkpoint of its own. `ranks_per_node` consecutive ranks share a node. `traffic_weight`
+    is what the choices of a mean node cost on its links, over what those of a mean rank cost to compute.
+    """
+
+    kind: PlacementKind = PlacementKind.contiguous
+    ranks_per_node: int = 8
+    traffic_weight: float = 1.0
+    load_file: str | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class LearnerConfig:
     """The DeepSpeed engine and its optimizer.
@@ -66,3 +92,4 @@ class LearnerConfig:
     weight_decay: float = 0.0
     call_deadline_s: float = 600.0
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)

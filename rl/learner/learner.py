@@ -45,9 +45,10 @@ from rl.learner.balance import (
     nothing_dispatched,
     update_selection_biases,
 )
-from rl.learner.config import QuantizationConfig
+from rl.learner.config import PlacementConfig, QuantizationConfig
 from rl.learner.counted_file import load_counted, save_counted
 from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
+from rl.learner.placement import Placer, with_absolute_file
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.learner.published import PUBLISHED_FOLDER, differing, load_published, save_published
 from rl.learner.reference import Reference
@@ -84,6 +85,7 @@ class LearnerSpec:
     reference: bool = False
     value_lr: float | None = None
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     seed: int = 0
 
     @classmethod
@@ -114,6 +116,7 @@ class LearnerSpec:
             reference=config.algorithm.kl_coef > 0,
             value_lr=config.algorithm.value_lr if has_critic(config.algorithm) else None,
             quantization=settings.quantization,
+            placement=with_absolute_file(settings.placement),
             seed=config.run.seed,
         )
 
@@ -122,7 +125,8 @@ class LearnerSpec:
 class UpdateReport:
     """Means over the trainable tokens of the round, and over its steps for losses and norms.
 
-    `expert_load_LE` is each expert's share of a layer's tokens. `terms` and `watched` are the loss's own
+    `expert_load_LE` is each expert's share of a layer's tokens, `rank_loads` what that means for the ranks, by metric
+    (`rl.learner.placement.Placer`). `terms` and `watched` are the loss's own
     (`rl.algorithms.base.TokenLoss`), by metric: means over the steps, and over the tokens.
     """
 
@@ -135,6 +139,7 @@ class UpdateReport:
     kl_behavior_policy: float
     grad_norm: float
     expert_load_LE: np.ndarray
+    rank_loads: Mapping[str, float] = field(default_factory=dict[str, float])
     terms: Mapping[str, float] = field(default_factory=dict[str, float])
     watched: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -148,6 +153,8 @@ class Learner:
         self._kernels = resolve_kernels(spec.kernels)
         self._ranks = join(rendezvous, expert_parallel=spec.expert_parallel)
         self._policy = PublishedPolicy(spec.model, self._kernels, self._ranks, spec.quantization, spec.seed)
+        self._placer = Placer(spec.placement, spec.model, self._ranks)
+        self._policy.place(self._placer.placement)
         self._num_steps = 0
         masters, experts = self._policy.masters(), self._policy.experts
         self._engine = DeepSpeedEngine(self._policy, masters, spec.optimizer, self._ranks, experts)
@@ -155,6 +162,8 @@ class Learner:
         self._policy.refresh()
         start = self._policy.packed
         self._reference = Reference(spec.model, self._kernels, self._ranks, start) if spec.reference else None
+        if self._reference is not None:
+            self._reference.place(self._placer.placement)
         self._value_head = None if spec.value_lr is None else _value_head(spec, spec.value_lr)
 
     @torch.no_grad()
@@ -184,7 +193,10 @@ class Learner:
         for rank, others in enumerate(self._ranks.gather(totals)):
             if rank != self._ranks.rank:
                 totals.absorb(others)
-        return totals.report() if totals.num_steps else None
+        if totals.load_LE is None:
+            return None
+        self._placer.observe(totals.load_LE)
+        return totals.report(self._placer.rank_loads(totals.load_LE))
 
     def fit(self, samples: Sequence[TrainSample], lr: float) -> float:
         """One step of maximum likelihood on the samples' trainable tokens; the mean loss in nats a token."""
@@ -229,6 +241,7 @@ class Learner:
         if self._ranks.rank == 0:
             save_model(folder, self._spec.model, masters, {})
             save_counted(folder / OPTIMIZER_FILE, moments, num_steps)
+        self._placer.save(folder)
         if not self._policy.is_function_of_masters:
             save_published(self._policy, self._spec.model, folder)
         if self._reference is not None:
@@ -251,7 +264,10 @@ class Learner:
                 f"checkpoint {folder.name}: {OPTIMIZER_FILE} must hold the moments of the {len(self._engine.trained)} "
                 f"trained parameters, got {len(moments)} tensors of other names; it was written by another release"
             )
+        self._placer.load(folder)
+        self._policy.place(self._placer.placement)
         if self._reference is not None:
+            self._reference.place(self._placer.placement)
             self._reference.load(folder)
         if self._value_head is not None:
             self._value_head.load(folder)
@@ -395,7 +411,7 @@ class _Totals:
         self._sums: dict[str, float] = dict.fromkeys(("policy", "balance", "router_z", "clipped", "kl"), 0.0)
         self._terms: defaultdict[str, float] = defaultdict(float)
         self._watched: defaultdict[str, float] = defaultdict(float)
-        self._load_LE: np.ndarray | None = None
+        self.load_LE: np.ndarray | None = None
 
     def add(
         self,
@@ -423,21 +439,21 @@ class _Totals:
         self.num_steps += 1
         self._num_tokens += num_tokens
         self._grad_norms += grad_norm
-        self._load_LE = counts_LE.numpy() if self._load_LE is None else self._load_LE + counts_LE.numpy()
+        self.load_LE = counts_LE.numpy() if self.load_LE is None else self.load_LE + counts_LE.numpy()
 
     def absorb(self, other: _Totals) -> None:
         """Add what another rank counted in the same steps."""
-        if other._load_LE is None:
+        if other.load_LE is None:
             return
-        assert self._load_LE is not None
-        self._load_LE = self._load_LE + other._load_LE
+        assert self.load_LE is not None
+        self.load_LE = self.load_LE + other.load_LE
         self._sums = {name: value + other._sums[name] for name, value in self._sums.items()}
         for own, others in ((self._terms, other._terms), (self._watched, other._watched)):
             for name, value in others.items():  # a rank that had nothing but padding has no names
                 own[name] += value
 
-    def report(self) -> UpdateReport:
-        assert self._load_LE is not None
+    def report(self, rank_loads: Mapping[str, float]) -> UpdateReport:
+        assert self.load_LE is not None
         return UpdateReport(
             num_steps=self.num_steps,
             num_tokens=self._num_tokens,
@@ -447,7 +463,8 @@ class _Totals:
             clip_frac=self._sums["clipped"] / self._num_tokens,
             kl_behavior_policy=self._sums["kl"] / self._num_tokens,
             grad_norm=self._grad_norms / self.num_steps,
-            expert_load_LE=self._load_LE / self._load_LE.sum(axis=1, keepdims=True),
+            expert_load_LE=self.load_LE / self.load_LE.sum(axis=1, keepdims=True),
+            rank_loads=rank_loads,
             terms={name: total / self.num_steps for name, total in self._terms.items()},
             watched={name: total / self._num_tokens for name, total in self._watched.items()},
         )

@@ -30,6 +30,7 @@ from model.moe import Experts
 from model.packed_attention import PackedAttention
 from model.parallel.experts import ExpertExchange
 from model.parallel.groups import Ranks
+from model.parallel.placement import ExpertPlacement
 from model.requantize import ClippedStraightThrough
 from model.snapshot import (
     Format,
@@ -79,7 +80,8 @@ class PublishedPolicy(nn.Module):
         super().__init__()
         self.model = Transformer(config, expert_parallel=ranks.expert_parallel)
         self._kernels = kernels
-        self._experts: dict[str, slice] = {}
+        self._experts: dict[str, npt.NDArray[np.int64]] = {}
+        self._slots: dict[str, torch.Tensor | None] = {}
         self._requantizer = Requantizer(
             quantization or QuantizationConfig(), seed=seed, nearest=kernels.quantize, experts=self._experts
         )
@@ -87,17 +89,28 @@ class PublishedPolicy(nn.Module):
         if kernels.layers is not None and not self._requantizer.reads_masters:
             self._binder = Binder(config, kernels.layers, ranks.expert_parallel)
         self._ranks = ranks
-        for path, module in self.model.named_modules():
-            if isinstance(module, Experts):
-                if ranks.expert_group is not None:
-                    module.exchange = ExpertExchange(ranks.expert_group, config.num_experts)
-                own = ranks.own_experts(config.num_experts)
-                self._experts |= {f"{path}.{name}": own for name, _ in module.named_parameters()}
+        self.place(ExpertPlacement.contiguous(len(config.moe_layers), config.num_experts, ranks.expert_parallel))
         self._dtype = TORCH_DTYPE[config.compute_dtype]
         self._packed: dict[str, PackedTensor] = {}
         self._views: dict[str, torch.Tensor] = {}
         self._inside: dict[str, torch.Tensor] = {}
         self._published: dict[str, PackedTensor] = {}
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """Hold the experts that `placement` gives this rank; their masters and bytes are to be put in after that.
+
+        Outside of this class experts keep their own numbers: in routes, in what `whole` and `gather` return, in the
+        arguments of `own_part` and `own_packed`.
+        """
+        modules = [(path, module) for path, module in self.model.named_modules() if isinstance(module, Experts)]
+        for layer, (path, module) in enumerate(modules):
+            slot_E = None if placement.is_contiguous else torch.from_numpy(placement.slots(layer))
+            if self._ranks.expert_group is not None:
+                module.exchange = ExpertExchange(self._ranks.expert_group, placement.expert_LS.shape[1], slot_E)
+            names = [f"{path}.{name}" for name, _ in module.named_parameters()]
+            own = placement.experts(layer, self._ranks.expert_rank)
+            self._experts |= dict.fromkeys(names, own)  # in place: the requantizer reads it
+            self._slots |= dict.fromkeys(names, slot_E)
 
     @torch.no_grad()
     def refresh(self, num_steps: int = 0, previous: Mapping[str, PackedTensor] | None = None) -> None:
@@ -188,12 +201,13 @@ class PublishedPolicy(nn.Module):
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Of a parameter of the whole model (or what has its shape), the part that this rank holds."""
-        return whole[self._experts[name]].clone() if name in self._experts else whole
+        return whole[torch.from_numpy(self._experts[name])] if name in self._experts else whole
 
     def gather(self, name: str, own: torch.Tensor) -> torch.Tensor | None:
         """What `own_part` was taken of, on rank 0; `None` on the others. All ranks call it."""
         if name in self._experts:
-            return self._ranks.gather_experts(own)
+            by_slot, slot_E = self._ranks.gather_experts(own), self._slots[name]
+            return by_slot if by_slot is None or slot_E is None else by_slot[slot_E]
         return own if self._ranks.rank == 0 else None
 
     def own_packed(self, whole: Mapping[str, PackedTensor]) -> dict[str, PackedTensor]:

@@ -17,6 +17,7 @@ from model.config import ModelConfig
 from model.kernels.dispatch import Kernels
 from model.loaded import Form
 from model.parallel.groups import Ranks
+from model.parallel.placement import ExpertPlacement
 from model.snapshot import PackedTensor
 from rl.batch import Batch
 from rl.learner.policy import PolicyOutput, PublishedPolicy
@@ -41,6 +42,10 @@ class Reference:
             master.requires_grad_(False)
             master.data = torch.empty(0)
         self._policy.read(packed)
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """See `PublishedPolicy.place`."""
+        self._policy.place(placement)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> PolicyOutput:

@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from model.mxfp4 import BLOCK, ScaleRule, quantize
@@ -25,7 +28,7 @@ from rl.learner.config import CodeRounding, QuantizationConfig, StraightThroughK
 
 
 class Requantizer:
-    """The rule of one rank; `experts` says which slice of each expert parameter is this rank's."""
+    """The rule of one rank; `experts` says which of the experts in each expert parameter are this rank's, in order."""
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class Requantizer:
         *,
         seed: int,
         nearest: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        experts: Mapping[str, slice],
+        experts: Mapping[str, npt.NDArray[np.int64]],
     ):
         self._settings = settings
         self._seed = seed
@@ -61,9 +64,7 @@ class Requantizer:
 
         def quantizer(w: torch.Tensor, *, rule: ScaleRule, name: str) -> tuple[torch.Tensor, torch.Tensor]:
             if self._settings.rounding is CodeRounding.stochastic:
-                first = self._experts[name].start * (w[0].numel() // BLOCK) if name in self._experts else 0
-                seed = tensor_seed(self._seed, num_steps, name)
-                return quantize(w, rule=rule, rounding=Rounding.STOCHASTIC, seed=seed, first_block=first, name=name)
+                return self._stochastic(w, rule, name, tensor_seed(self._seed, num_steps, name))
             if self._settings.hysteresis and name in previous:
                 blocks, scales = (as_tensor(array) for array in (previous[name].payload, previous[name].scales))
                 hysteresis = self._settings.hysteresis
@@ -73,6 +74,17 @@ class Requantizer:
             return self._nearest(w, rule=rule, name=name)
 
         return published_view(masters, quantizer)
+
+    def _stochastic(self, w: torch.Tensor, rule: ScaleRule, name: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs of consecutive experts at once: the random numbers are counted by an expert's number."""
+        draw = partial(quantize, rule=rule, rounding=Rounding.STOCHASTIC, seed=seed, name=name)
+        if name not in self._experts:
+            return draw(w)
+        own, blocks_each = self._experts[name], w[0].numel() // BLOCK
+        runs = np.split(np.arange(len(own)), np.flatnonzero(np.diff(own) != 1) + 1)
+        parts = [draw(w[run[0] : run[-1] + 1], first_block=int(own[run[0]]) * blocks_each) for run in runs]
+        blocks, scales = (list(of_runs) for of_runs in zip(*parts, strict=True))
+        return (blocks[0], scales[0]) if len(parts) == 1 else (torch.cat(blocks), torch.cat(scales))
 
     def inside(
         self, masters: Mapping[str, torch.Tensor], packed: Mapping[str, PackedTensor]

@@ -54,7 +54,7 @@ def test_ranks_that_share_the_experts_out_update_and_publish_one_model(spec: Lea
         assert group.digests() == snapshot.digests
         group.save(tmp_path)
         assert {file.name for file in tmp_path.iterdir()} == {
-            "config.json", "model.safetensors", "optimizer.safetensors"
+            "config.json", "expert_load.json", "model.safetensors", "optimizer.safetensors"
         }  # fmt: skip
 
 

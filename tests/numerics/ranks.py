@@ -23,7 +23,7 @@ from rl.algorithms.registry import build_algorithm, has_critic
 from rl.batch import TrainSample, pack
 from rl.learner import deepspeed as engine_module
 from rl.learner.balance import BalanceSettings
-from rl.learner.config import QuantizationConfig
+from rl.learner.config import PlacementConfig, QuantizationConfig
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
 from rl.learner.streams import batch_logprobs
@@ -62,6 +62,7 @@ class Case:
     record: bool = False
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,8 @@ class Found:
     terms: list[dict[str, float]]
     watched: list[dict[str, float]]
     head: dict[str, torch.Tensor]
+    rank_loads: list[dict[str, float]]
+    expert_LS: np.ndarray
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Those of the only step, after clipping: AdamW's first moment is then (1 - beta1) g."""
@@ -127,6 +130,7 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
             reference=case.algorithm.kl_coef > 0,
             value_lr=case.algorithm.value_lr if has_critic(case.algorithm) else None,
             quantization=case.quantization,
+            placement=case.placement,
         ),
         rendezvous,
     )
@@ -156,6 +160,8 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         terms=[dict(r.terms) for r in reports],
         watched=[dict(r.watched) for r in reports],
         head={} if learner._value_head is None else dict(learner._value_head.state_dict()),
+        rank_loads=[dict(r.rank_loads) for r in reports],
+        expert_LS=learner._placer.placement.expert_LS,
     )
 
 

@@ -8,7 +8,7 @@ from rl.advantage import Credit
 from rl.batch import TrainSample
 from rl.evaluate import Decoding, Evaluation
 from rl.learner.learner import UpdateReport
-from rl.metrics import MetricsLog, read_metrics
+from rl.metrics import MetricsLog, metric_info, read_metrics
 from rl.parity import ParityReport
 from rl.publish import Published
 from rl.recorder import Recorder, RoundFacts, evaluation_metrics, round_metrics
@@ -148,6 +148,13 @@ def test_an_update_that_did_not_happen_is_left_out(facts: RoundFacts):
         "experts/dead",
     }  # fmt: skip
     assert without == {name: value for name, value in with_update.items() if name not in left_out}
+
+
+def test_the_loads_of_the_ranks_are_shown_where_there_are_several(facts: RoundFacts):
+    loads = {"expert_load/rank_max_over_mean": 1.25, "expert_load/rank_max_over_mean_contiguous": 2.0}
+    got = round_metrics(replace(facts, update=replace(UPDATE, rank_loads=loads)), rollout_s=2.0)
+    assert got == round_metrics(facts, rollout_s=2.0) | loads
+    assert all(metric_info(name).name == name for name in loads)
 
 
 def test_without_a_critic_nothing_is_explained(facts: RoundFacts):
