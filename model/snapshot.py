@@ -124,6 +124,13 @@ class PackedTensor:
         """Bytes on the wire."""
         return self.payload.nbytes + self.scales.nbytes
 
+    def take(self, experts: npt.NDArray[np.int64]) -> PackedTensor:
+        """These slices of the first dimension, copied."""
+        payload = self.payload[experts]
+        scales = self.scales[experts] if self.format is Format.MXFP4 else self.scales
+        shape = (len(experts), *self.shape[1:])
+        return PackedTensor(format=self.format, shape=shape, payload=payload, scales=scales)
+
 
 class Quantizer(Protocol):
     """`model.mxfp4.quantize`, or a kernel that writes the same bytes."""

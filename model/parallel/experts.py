@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from model.kernels.grouped_experts.eager import combine as combine_rows
 from model.kernels.grouped_experts.eager import sort_rows
 
 
@@ -71,10 +72,23 @@ class ExpertExchange:
         experts_e = torch.arange(sent_Pe.shape[1], device=x_TD.device)
         expert_M = experts_e.repeat(num_ranks).repeat_interleave(received_Pe.reshape(-1))
 
-        x_MD = _AllToAll.apply(x_TD.index_select(0, rows.token_N), to, of, self.group)
+        x_MD = _AllToAll.apply(_Rows.apply(x_TD, rows.token_N, rows.row_TK), to, of, self.group)
         y_MD = compute(x_MD, expert_M)
         y_ND = _AllToAll.apply(y_MD, of, to, self.group)
         return _Combine.apply(y_ND, weights_TK, rows.row_TK, rows.order_N, combine)  # pyright: ignore[reportReturnType]
+
+
+class _Rows(torch.autograd.Function):
+    """Each choice's row; a token's gradient sums its rows in the order of its choices, wherever their experts are."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, token_N: torch.Tensor, row_TK: torch.Tensor) -> torch.Tensor:
+        ctx.row_TK = row_TK
+        return x_TD.index_select(0, token_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return combine_rows(grads[0], ctx.row_TK, None).to(grads[0].dtype), None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -212,18 +212,15 @@ class PublishedPolicy(nn.Module):
 
     def own_packed(self, whole: Mapping[str, PackedTensor]) -> dict[str, PackedTensor]:
         """Of the published bytes of a whole model, the part that this rank holds."""
-        own = dict(whole)
-        for name, part in self._experts.items():
-            payload, scales = whole[name].payload[part], whole[name].scales[part]
-            shape = (len(payload), *whole[name].shape[1:])
-            own[name] = PackedTensor(format=whole[name].format, shape=shape, payload=payload, scales=scales)
-        return own
+        return dict(whole) | {name: whole[name].take(experts) for name, experts in self._experts.items()}
 
     def whole(self) -> dict[str, PackedTensor] | None:
         """The packed bytes of the whole model, on rank 0; `None` on the others. All ranks call it."""
         whole: dict[str, PackedTensor] = {}
         for name, packed in self.packed.items():
-            payload, scales = (self.gather(name, as_tensor(array)) for array in (packed.payload, packed.scales))
+            payload, scales = self.gather(name, as_tensor(packed.payload)), as_tensor(packed.scales)
+            if packed.format is Format.MXFP4:
+                scales = self.gather(name, scales)
             if payload is None or scales is None:
                 continue
             shape = (len(payload), *packed.shape[1:]) if name in self._experts else packed.shape
