@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from model.config import ModelConfig, QkNorm
-from model.layers import TORCH_DTYPE, HeadLinear, HeadNorm, Linear, Product, RMSNorm, side_by_side
+from model.layers import TORCH_DTYPE, HeadLinear, HeadNorm, Linear, Product, RMSNorm, side_by_side, with_adapters
 from model.rope import adjacent_pairs, rotate, score_factor
 
 
@@ -102,7 +102,8 @@ class Attention(nn.Module):
     def _project(self, x_TD: torch.Tensor, by_T1h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys, normed and rotated, and values."""
         if self.qkv is not None and self.turn is not None:
-            all_TXd = self.qkv(x_TD, side_by_side(self.q_proj, self.k_proj, self.v_proj))
+            layers = (self.q_proj, self.k_proj, self.v_proj)
+            all_TXd = with_adapters(self.qkv(x_TD, side_by_side(*layers)), x_TD, *layers)
             all_TXd = all_TXd.view(len(x_TD), -1, self.head_dim)
             q_THd, k_TGd, v_TGd = all_TXd.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
             return self.turn(q_THd, by_T1h, self.q_norm), self.turn(k_TGd, by_T1h, self.k_norm), v_TGd

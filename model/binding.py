@@ -12,7 +12,7 @@ Shapes: T packed tokens, D model dim, H query heads, d head dim, K experts a tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,14 @@ import torch
 from model.attention import Attention, LatentAttention
 from model.config import ModelConfig
 from model.kernels.dispatch import LayerKernels
-from model.kernels.grouped_experts.cpu import PackedExperts
+from model.kernels.grouped_experts.cpu import GroupedExperts, PackedExperts, PackedMatrix
+from model.kernels.linear.cpu import Linear as KernelLinear
 from model.kernels.linear.cpu import PackedLinear
 from model.layers import HeadNorm, Linear, Mlp, Parameters, RMSNorm, side_by_side
+from model.lora import adapters
+from model.low_rank import LowRank
 from model.moe import ExpertParameters, Experts, Router
+from model.mxfp4 import dequantize
 from model.snapshot import Format, PackedTensor, as_tensor, view
 from model.transformer import EMBEDDING, Transformer
 
@@ -36,10 +40,11 @@ class BoundProduct:
     kernels: LayerKernels
     packed: PackedLinear
     bias: torch.Tensor | None
+    frozen: bool = False
 
     def __call__(self, x: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """See `model.layers.Product`."""
-        if torch.is_grad_enabled():
+        """See `model.layers.Product`; of a frozen weight the gradient is that of `x` alone."""
+        if torch.is_grad_enabled() and not self.frozen:
             weight, bias = parameters()
             return self.kernels.linear(x, self.packed, bias, weight=weight)
         return self.kernels.linear(x, self.packed, self.bias)
@@ -52,6 +57,7 @@ class BoundExperts:
     kernels: LayerKernels
     packed: PackedExperts
     experts: Experts
+    frozen: bool = False
 
     def __call__(
         self,
@@ -61,12 +67,56 @@ class BoundExperts:
         parameters: Callable[[], ExpertParameters],
     ) -> torch.Tensor:
         """See `model.moe.PackedExperts`."""
-        views = parameters() if torch.is_grad_enabled() else None
-        return self.kernels.experts(x_TD, self.packed, chosen_TK, weights_TK, clamp=self.experts.clamp, views=views)
+        clamp, views = self.experts.clamp, parameters() if torch.is_grad_enabled() and not self.frozen else None
+        return self.kernels.experts(
+            x_TD, self.packed, chosen_TK, weights_TK, clamp=clamp, views=views, frozen=self.frozen
+        )
 
     def combine(self, rows_ND: torch.Tensor, row_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         """See `model.moe.PackedExperts`."""
         return self.kernels.experts.combine(rows_ND, row_TK, weights_TK)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundMatrices:
+    """The packed matrices of one kind, one an expert; see `model.low_rank.ExpertMatrices`."""
+
+    kernel: GroupedExperts
+    packed_E: Sequence[PackedMatrix]
+
+    def multiply(self, expert: int, x_nI: torch.Tensor) -> torch.Tensor:
+        """See `model.low_rank.ExpertMatrices`."""
+        return self.kernel.multiply(x_nI, self.packed_E[expert])
+
+    def matrix(self, expert: int) -> torch.Tensor:
+        """See `model.low_rank.ExpertMatrices`."""
+        return dequantize(*self.kernel.unpack_matrix(self.packed_E[expert]), torch.float32)[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundFactors:
+    """The packed A, or B, of an adapter of every expert; see `model.low_rank.ExpertMatrices`."""
+
+    kernel: KernelLinear
+    packed_E: Sequence[PackedLinear]
+
+    def multiply(self, expert: int, x_nI: torch.Tensor) -> torch.Tensor:
+        """See `model.low_rank.ExpertMatrices`."""
+        return self.kernel.forward(x_nI, self.packed_E[expert], None, torch.float32)
+
+    def matrix(self, expert: int) -> torch.Tensor:
+        """See `model.low_rank.ExpertMatrices`."""
+        return self.packed_E[expert].weight()[0].float()
+
+
+class BoundAdapted:
+    """The experts of a layer for adapters beside them, and its kernels; see `model.low_rank.AdaptedKernels`."""
+
+    def __init__(self, kernels: LayerKernels, packed: PackedExperts) -> None:
+        self.gate_up = BoundMatrices(kernels.experts, packed.gate_up.split())
+        self.down = BoundMatrices(kernels.experts, packed.down.split())
+        self.gate_up_bias_E2F, self.down_bias_ED = packed.gate_up_bias_E2F, packed.down_bias_ED
+        self.gated_unit, self.combine = kernels.gated_unit, kernels.experts.combine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,23 +154,27 @@ class BoundTurn:
 
     kernels: LayerKernels
     weights: Mapping[HeadNorm, torch.Tensor]
+    frozen: bool = False
 
     def __call__(self, x_THd: torch.Tensor, by_T1h: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
         """See `model.attention.Turn`."""
         if norm is None:
             return self.kernels.rotary(x_THd, by_T1h)
-        weight = norm.packed_weight() if torch.is_grad_enabled() else self.weights[norm]
+        weight = norm.packed_weight() if torch.is_grad_enabled() and not self.frozen else self.weights[norm]
         return self.kernels.rotary(x_THd, by_T1h, weight, norm.eps, together=norm.together)
 
 
 class Binder:
     """Packs the published weights of one configuration for kernels; `bind` again for each version.
 
-    `expert_parallel` as the model's.
+    `expert_parallel` as the model's. `frozen` weights take no gradient, so that their parameters may be empty.
     """
 
-    def __init__(self, config: ModelConfig, kernels: LayerKernels, expert_parallel: int = 1) -> None:
+    def __init__(
+        self, config: ModelConfig, kernels: LayerKernels, expert_parallel: int = 1, *, frozen: bool = False
+    ) -> None:
         self._kernels = kernels
+        self._frozen = frozen
         with torch.device("meta"):
             self._values = Transformer(config, expert_parallel=expert_parallel)
 
@@ -130,7 +184,9 @@ class Binder:
             name: view(packed, torch.bfloat16) for name, packed in tensors.items() if packed.format != Format.MXFP4
         }
         self._values.load_state_dict(plain, strict=False, assign=True)
-        for (path, layer), values in zip(model.named_modules(), self._values.modules(), strict=True):
+        all_values = dict(self._values.named_modules())
+        for path, layer in model.named_modules():
+            values = all_values.get(path)
             match layer, values:
                 case Transformer(), Transformer():
                     layer.unembed = self._product(values.output_weight)
@@ -149,9 +205,28 @@ class Binder:
                     selection_bias = values.selection_bias
                     layer.route = BoundRoute(self._kernels, None if selection_bias is None else selection_bias.float())
                 case Experts(), Experts():
-                    layer.packed = self._experts(layer, values, path, tensors)
+                    layer.packed = bound = self._experts(layer, values, path, tensors)
+                    if layer.gate_up_lora is not None:
+                        layer.adapted = BoundAdapted(self._kernels, bound.packed)
                 case _:
                     pass
+
+    def bind_adapters(self, model: Transformer, tensors: Mapping[str, PackedTensor]) -> None:
+        """Give every adapter of `model` what `tensors` publishes for it; the layers stay as they were bound."""
+        for path, adapter in adapters(model).items():
+            a, b = (view(tensors[f"{path}.{factor}"], torch.bfloat16) for factor in "AB")
+            if isinstance(adapter, LowRank):
+                packed_a, packed_b = (self._kernels.linear.pack(factor) for factor in (a, adapter.packed_b(b)))
+                adapter.products = (
+                    BoundProduct(self._kernels, packed_a, None),
+                    BoundProduct(self._kernels, packed_b, None),
+                )
+            else:
+                linear = self._kernels.linear
+                adapter.products = (
+                    BoundFactors(linear, linear.pack(a).split()),
+                    BoundFactors(linear, linear.pack(b).split()),
+                )
 
     def _attention(self, layer: Attention, values: Attention) -> None:
         layer.qkv = self._product(*side_by_side(values.q_proj, values.k_proj, values.v_proj)())
@@ -160,7 +235,7 @@ class Binder:
         for norm, its_values in ((layer.q_norm, values.q_norm), (layer.k_norm, values.k_norm)):
             if norm is not None and its_values is not None:
                 norms[norm] = its_values.packed_weight()
-        layer.turn = BoundTurn(self._kernels, norms)
+        layer.turn = BoundTurn(self._kernels, norms, self._frozen)
 
     def _latent_attention(self, layer: LatentAttention, values: LatentAttention) -> None:
         for name, part in values.named_children():
@@ -179,11 +254,11 @@ class Binder:
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
         )
-        return BoundExperts(self._kernels, packed, layer)
+        return BoundExperts(self._kernels, packed, layer, self._frozen)
 
     def _product(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> BoundProduct:
         packed = self._kernels.linear.pack(weight)
-        return BoundProduct(self._kernels, packed, None if bias is None else bias.float())
+        return BoundProduct(self._kernels, packed, None if bias is None else bias.float(), self._frozen)
 
 
 def load_published(model: Transformer, tensors: Mapping[str, PackedTensor], binder: Binder) -> None:

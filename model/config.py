@@ -59,6 +59,27 @@ class ComputeDtype(StrEnum):
     bf16 = "bf16"
 
 
+class LoraTarget(StrEnum):
+    """What adapters are added to: the projections of attention (of latent attention all but `kv_b_proj`, which its
+    cache folds into query and output), or the fused matrices of the routed experts.
+    """  # noqa: D205
+
+    attention = "attention"
+    experts = "experts"
+
+
+@dataclass(slots=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on a frozen model (`model/lora.py`); rank 0: none, the model itself is trained.
+
+    What an adapter adds is multiplied by `alpha` / `rank`.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: list[LoraTarget] = field(default_factory=lambda: [LoraTarget.attention, LoraTarget.experts])
+
+
 class KernelChoice(StrEnum):
     """What computes: `auto` is the best that this machine has, every other name is that or an error.
 

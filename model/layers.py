@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.config import ComputeDtype
+from model.low_rank import LowRank
 from model.rope import adjacent_pairs
 
 TORCH_DTYPE = {ComputeDtype.fp32: torch.float32, ComputeDtype.bf16: torch.bfloat16}
@@ -44,9 +45,14 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.product: Product | None = None
+        self.lora: LowRank | None = None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, out]."""
+        y_TD = self._multiply(x_TD)
+        return y_TD if self.lora is None else self.lora(y_TD, x_TD)
+
+    def _multiply(self, x_TD: torch.Tensor) -> torch.Tensor:
         if self.product is not None:
             return self.product(x_TD, self.packed_parameters)
         bias = None if self.bias is None else self.bias.to(x_TD.dtype)
@@ -72,7 +78,9 @@ class HeadLinear(Linear):
         """[T, in] to [T, H, d]."""
         weight, bias = self.packed_parameters()
         bias = None if bias is None else bias.to(x_TD.dtype)
-        return F.linear(x_TD, weight.to(x_TD.dtype), bias).view(len(x_TD), -1, self.head_dim)
+        y_TD = F.linear(x_TD, weight.to(x_TD.dtype), bias)
+        y_TD = y_TD if self.lora is None else self.lora(y_TD, x_TD)
+        return y_TD.view(len(x_TD), -1, self.head_dim)
 
     def packed_parameters(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `Linear.packed_parameters`."""
@@ -90,6 +98,17 @@ def side_by_side(*layers: Linear) -> Parameters:
         return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
     return parameters
+
+
+def with_adapters(y: torch.Tensor, x: torch.Tensor, *layers: Linear) -> torch.Tensor:
+    """What that product gave of `x`, with the adapters of its layers."""
+    adapters = [layer.lora for layer in layers]
+    if not any(adapters):
+        return y
+    parts = y.split([layer.weight.shape[0] for layer in layers], dim=-1)
+    return torch.cat(
+        [part if lora is None else lora(part, x) for part, lora in zip(parts, adapters, strict=True)], dim=-1
+    )
 
 
 class Mlp(nn.Module):

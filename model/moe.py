@@ -25,6 +25,7 @@ from model.kernels.dispatch import ExpertsForward
 from model.kernels.grouped_experts import eager
 from model.kernels.grouped_experts.reference import Clamp
 from model.layers import TORCH_DTYPE, Mlp, Product
+from model.low_rank import AdaptedKernels, LowRankExperts, adapted_experts
 from model.parallel.experts import ExpertExchange
 
 
@@ -147,6 +148,9 @@ class Experts(nn.Module):
             self.clamp = Clamp(limit=config.swiglu_limit, alpha=config.swiglu_alpha)
         self.packed: PackedExperts | None = None
         self.exchange: ExpertExchange | None = None
+        self.gate_up_lora: LowRankExperts | None = None
+        self.down_lora: LowRankExperts | None = None
+        self.adapted: AdaptedKernels | None = None
 
     def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
         """fp32 [T, D]: the weighted sum of each token's chosen experts."""
@@ -156,6 +160,8 @@ class Experts(nn.Module):
         return self.exchange(x_TD, routing.chosen_TK, routing.weights_TK, self._compute_rows, combine)
 
     def _compute(self, x_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        if self.gate_up_lora is not None and self.down_lora is not None:
+            return adapted_experts(self, self.gate_up_lora, self.down_lora, x_TD, chosen_TK, weights_TK)
         if self.packed is not None:
             return self.packed(x_TD, chosen_TK, weights_TK, lambda: self.parameters_as(x_TD.dtype))
         gate_up, down, gate_up_bias, down_bias = self.parameters_as(x_TD.dtype)

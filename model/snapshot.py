@@ -78,6 +78,21 @@ _NAMES: dict[Format, tuple[str, ...]] = {
         "model.layers.N.mlp.shared_experts.gate_proj.weight",
         "model.layers.N.mlp.shared_experts.up_proj.weight",
         "model.layers.N.mlp.shared_experts.down_proj.weight",
+        *(
+            f"model.layers.N.{adapter}.{factor}"
+            for adapter in (
+                "self_attn.q_proj.lora",
+                "self_attn.k_proj.lora",
+                "self_attn.v_proj.lora",
+                "self_attn.o_proj.lora",
+                "self_attn.q_a_proj.lora",
+                "self_attn.q_b_proj.lora",
+                "self_attn.kv_a_proj_with_mqa.lora",
+                "mlp.experts.gate_up_lora",
+                "mlp.experts.down_lora",
+            )
+            for factor in "AB"
+        ),
     ),
     Format.FP32: ("model.layers.N.mlp.router.selection_bias",),
 }

@@ -196,6 +196,7 @@ def _start_workers(
         kernels=config.cluster.kernels,
         kv_memory_bytes=config.rollout.kv_memory_mb << 20,
         gives_memory_back=config.cluster.placement is Placement.colocated,
+        lora=config.learner.lora,
     )
     return stack.enter_context(
         RolloutPool(spec, num_workers=workers.num_workers, deadline_s=config.rollout.round_deadline_s)

@@ -25,7 +25,7 @@ from datasets import Dataset, disable_progress_bars
 
 from envs.base import TaskSource
 from model.checkpoint import save_model
-from model.config import ModelConfig
+from model.config import LoraConfig, ModelConfig
 from model.transformer import Transformer, init_weights
 from rl.batch import TrainSample, sample_from_segment
 from rl.checkpoint import publish_folder, seal, verify_seal
@@ -152,7 +152,7 @@ def _fit(
     spec = dataclasses.replace(spec, optimizer=optimizer, num_threads=num_threads, expert_parallel=1)
     # It makes the reference, and one start serves every way of training on from it.
     spec = dataclasses.replace(
-        spec, reference=False, value_lr=None, quantization=QuantizationConfig(), placement=PlacementConfig()
+        spec, reference=False, value_lr=None, quantization=QuantizationConfig(), placement=PlacementConfig(), lora=LoraConfig()
     )
     progress.stage("warm start: building the learner")
     with LearnerGroup(spec, num_ranks=1, deadline_s=config.learner.call_deadline_s) as learner:

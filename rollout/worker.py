@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 from envs.base import Env, EnvError, EnvFactory, StepResult
 from envs.config import EnvConfig
 from envs.registry import build_factory
-from model.config import KernelChoice, ModelConfig
+from model.config import KernelChoice, LoraConfig, ModelConfig
 from model.kernels.dispatch import resolve_kernels
 from model.snapshot import WeightSnapshot
 from rollout.config import ChatFormat, EngineConfig
@@ -51,6 +51,7 @@ class WorkerSpec:
     kernels: KernelChoice = KernelChoice.auto
     kv_memory_bytes: int = 0
     gives_memory_back: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 class _MadeAtReset(Env):
@@ -102,10 +103,11 @@ class RolloutWorker:
             ),
             kernels=kernels,
             stop_ids=self._renderer.stop_ids,
+            lora=spec.lora,
         )
         if spec.gives_memory_back:
             self._engine.sleep()
-        self._subscriber = Subscriber(spec.model, self._engine)
+        self._subscriber = Subscriber(spec.model, self._engine, spec.lora)
         self._envs = build_factory(spec.env)
 
     def receive(self, snapshot: WeightSnapshot, *, may_go_back: bool = False) -> Mapping[str, str]:

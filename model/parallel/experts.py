@@ -72,13 +72,13 @@ class ExpertExchange:
         experts_e = torch.arange(sent_Pe.shape[1], device=x_TD.device)
         expert_M = experts_e.repeat(num_ranks).repeat_interleave(received_Pe.reshape(-1))
 
-        x_MD = _AllToAll.apply(_Rows.apply(x_TD, rows.token_N, rows.row_TK), to, of, self.group)
+        x_MD = _AllToAll.apply(GatherRows.apply(x_TD, rows.token_N, rows.row_TK), to, of, self.group)
         y_MD = compute(x_MD, expert_M)
         y_ND = _AllToAll.apply(y_MD, of, to, self.group)
-        return _Combine.apply(y_ND, weights_TK, rows.row_TK, rows.order_N, combine)  # pyright: ignore[reportReturnType]
+        return CombineRows.apply(y_ND, weights_TK, rows.row_TK, rows.order_N, combine)  # pyright: ignore[reportReturnType]
 
 
-class _Rows(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
     """Each choice's row; a token's gradient sums its rows in the order of its choices, wherever their experts are."""
 
     @staticmethod
@@ -113,7 +113,7 @@ def _all_to_all(rows_ND: torch.Tensor, to: list[int], of: list[int], group: dist
     return received
 
 
-class _Combine(torch.autograd.Function):
+class CombineRows(torch.autograd.Function):
     """`combine` with its gradient; nothing is added up twice, so the gradient has one order of sums too."""
 
     @staticmethod

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
+from model.config import LoraConfig
+
 
 class StraightThroughKind(StrEnum):
     """Which gradients pass from the published view to the masters.
@@ -93,3 +95,4 @@ class LearnerConfig:
     call_deadline_s: float = 600.0
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)

@@ -27,8 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model.checkpoint import load_model, save_model
-from model.config import KernelChoice, ModelConfig
+from model.config import KernelChoice, LoraConfig, ModelConfig
 from model.kernels.dispatch import resolve_kernels
 from model.moe_losses import DispatchTotals
 from model.snapshot import WeightSnapshot
@@ -48,10 +47,10 @@ from rl.learner.balance import (
 from rl.learner.config import PlacementConfig, QuantizationConfig
 from rl.learner.counted_file import load_counted, save_counted
 from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
+from rl.learner.lora import make_policy, make_reference
 from rl.learner.placement import Placer, with_absolute_file
-from rl.learner.policy import PolicyOutput, PublishedPolicy
+from rl.learner.policy import PolicyOutput
 from rl.learner.published import PUBLISHED_FOLDER, differing, load_published, save_published
-from rl.learner.reference import Reference
 from rl.learner.streams import batch_logprobs, logprobs_and_entropies, row_entropies, token_streams
 from rl.learner.value_head import ValueHead
 from rl.parity import ParityReport, SampleParity
@@ -87,6 +86,7 @@ class LearnerSpec:
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     seed: int = 0
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @classmethod
     def of(cls, config: RunConfig, *, model: ModelConfig, start: Path, num_threads: int) -> LearnerSpec:
@@ -118,6 +118,7 @@ class LearnerSpec:
             quantization=settings.quantization,
             placement=with_absolute_file(settings.placement),
             seed=config.run.seed,
+            lora=settings.lora,
         )
 
 
@@ -152,16 +153,15 @@ class Learner:
         self._spec = spec
         self._kernels = resolve_kernels(spec.kernels)
         self._ranks = join(rendezvous, expert_parallel=spec.expert_parallel)
-        self._policy = PublishedPolicy(spec.model, self._kernels, self._ranks, spec.quantization, spec.seed)
+        self._policy = make_policy(spec.model, self._kernels, self._ranks, spec.quantization, spec.lora, spec.seed)
         self._placer = Placer(spec.placement, spec.model, self._ranks)
         self._policy.place(self._placer.placement)
         self._num_steps = 0
         masters, experts = self._policy.masters(), self._policy.experts
         self._engine = DeepSpeedEngine(self._policy, masters, spec.optimizer, self._ranks, experts)
-        self._engine.restore(self._own_part(load_model(spec.start).masters()), {}, 0)
+        self._engine.restore(self._policy.own_masters(self._policy.open(spec.start)), {}, 0)
         self._policy.refresh()
-        start = self._policy.packed
-        self._reference = Reference(spec.model, self._kernels, self._ranks, start) if spec.reference else None
+        self._reference = make_reference(self._policy, self._kernels, self._ranks) if spec.reference else None
         if self._reference is not None:
             self._reference.place(self._placer.placement)
         self._value_head = None if spec.value_lr is None else _value_head(spec, spec.value_lr)
@@ -238,8 +238,8 @@ class Learner:
         moments, num_steps = self._engine.optimizer_state()
         masters = self._gathered({name: master.detach() for name, master in self._policy.masters().items()})
         moments = self._gathered(moments)
+        self._policy.save(folder, masters)
         if self._ranks.rank == 0:
-            save_model(folder, self._spec.model, masters, {})
             save_counted(folder / OPTIMIZER_FILE, moments, num_steps)
         self._placer.save(folder)
         if not self._policy.is_function_of_masters:
@@ -251,7 +251,7 @@ class Learner:
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote, to the last bit. Raises LearnerError when it is another model's."""
-        loaded = load_model(folder)
+        loaded = self._policy.open(folder)
         if loaded.config != self._spec.model:
             raise LearnerError(
                 f"checkpoint {folder.name}: must be of the model of this run, got {loaded.config}; "
@@ -272,7 +272,7 @@ class Learner:
         if self._value_head is not None:
             self._value_head.load(folder)
         saved = None if self._policy.is_function_of_masters else load_published(self._policy, self._spec.model, folder)
-        self._engine.restore(self._own_part(loaded.masters()), self._own_part(moments), num_steps)
+        self._engine.restore(self._policy.own_masters(loaded, folder), self._own_part(moments), num_steps)
         self._num_steps = num_steps
         self._policy.refresh(num_steps, saved)
         if saved is not None and (changed := differing(saved, self._policy.packed)):

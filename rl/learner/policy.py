@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +22,12 @@ from torch import nn
 
 from model.attention import Attend
 from model.binding import Binder
+from model.checkpoint import load_model, save_model
 from model.config import ModelConfig
 from model.kernel_attention import KernelAttention
 from model.kernels.dispatch import Kernels
 from model.layers import TORCH_DTYPE
+from model.loaded import LoadedModel
 from model.logprobs import Unembedding
 from model.moe import Experts
 from model.packed_attention import PackedAttention
@@ -199,6 +202,19 @@ class PublishedPolicy(nn.Module):
         """Names of the parameters of which this rank holds a part, or would with more ranks."""
         return list(self._experts)
 
+    def open(self, folder: Path) -> LoadedModel:
+        """The model of a start or of a checkpoint of this policy."""
+        return load_model(folder)
+
+    def own_masters(self, loaded: LoadedModel, folder: Path | None = None) -> dict[str, torch.Tensor]:
+        """This rank's masters in what `open` gave: of a start, or of the checkpoint `folder`. All ranks call it."""
+        return {name: self.own_part(name, master) for name, master in loaded.masters().items()}
+
+    def save(self, folder: Path, masters: Mapping[str, torch.Tensor]) -> None:
+        """Write the whole model's `masters`, which rank 0 alone has, into a checkpoint's folder. All ranks call it."""
+        if self._ranks.rank == 0:
+            save_model(folder, self.model.config, masters, {})
+
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Of a parameter of the whole model (or what has its shape), the part that this rank holds."""
         return whole[torch.from_numpy(self._experts[name])] if name in self._experts else whole
@@ -214,10 +230,13 @@ class PublishedPolicy(nn.Module):
         """Of the published bytes of a whole model, the part that this rank holds."""
         return dict(whole) | {name: whole[name].take(experts) for name, experts in self._experts.items()}
 
-    def whole(self) -> dict[str, PackedTensor] | None:
-        """The packed bytes of the whole model, on rank 0; `None` on the others. All ranks call it."""
+    def whole(self, own: Mapping[str, PackedTensor] | None = None) -> dict[str, PackedTensor] | None:
+        """The packed bytes of the whole model, on rank 0; `None` on the others. All ranks call it.
+
+        `own` are those of this rank (`None`: all that the forward reads).
+        """
         whole: dict[str, PackedTensor] = {}
-        for name, packed in self.packed.items():
+        for name, packed in (self.packed if own is None else own).items():
             payload, scales = self.gather(name, as_tensor(packed.payload)), as_tensor(packed.scales)
             if packed.format is Format.MXFP4:
                 scales = self.gather(name, scales)

@@ -16,15 +16,17 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from model.binding import Binder, load_published
-from model.config import ModelConfig
+from model.config import LoraConfig, ModelConfig
 from model.kernels.dispatch import Kernels, resolve_kernels
 from model.kernels.sample.reference import Sampled
 from model.layers import TORCH_DTYPE
+from model.lora import add_adapters
 from model.snapshot import PackedTensor, view
 from model.transformer import Transformer
 from rollout.config import ChatFormat, EngineConfig, chosen
@@ -56,10 +58,11 @@ class Engine:
         stop_ids: Collection[int] = (),
         text: TextSide | None = None,
         kernels: Kernels | None = None,
+        lora: LoraConfig | None = None,
     ):
         """Reserve the cache. `stop_ids` end every request; `text` is needed for stop strings and text prompts.
 
-        `kernels` `None`: those that `config.kernels` names.
+        `kernels` `None`: those that `config.kernels` names. `lora`: the adapters that the weights have.
 
         Raises:
             EngineConfigError, CacheError: Settings that cannot be carried out.
@@ -67,6 +70,7 @@ class Engine:
         check_config(config)
         with torch.device("meta"):
             self._model = Transformer(model)
+        add_adapters(self._model, lora or LoraConfig())
         self._kernels = resolve_kernels(config.kernels) if kernels is None else kernels
         self._binder = None if self._kernels.layers is None else Binder(model, self._kernels.layers)
         self._weights: Mapping[str, PackedTensor] | Mapping[str, torch.Tensor] = {}
@@ -126,11 +130,22 @@ class Engine:
         """Run these published bytes from the next step on. What old weights computed is dropped; no request is."""
         if self._binder is not None:
             load_published(self._model, tensors, self._binder)
+            self._binder.bind_adapters(self._model, tensors)
             self._swapped(version, tensors)
         else:
             dtype = TORCH_DTYPE[self._model.config.compute_dtype]
             views = {name: view(packed, dtype, self._kernels.dequantize) for name, packed in tensors.items()}
             self.swap_values(version, views)
+
+    def swap_adapters(self, version: WeightVersion, tensors: Mapping[str, PackedTensor]) -> None:
+        """As `swap_weights`, of adapters alone: the weights beside them stay those of the last `swap_weights`."""
+        weights: dict[str, Any] = dict(self._weights)
+        if self._binder is not None:
+            self._binder.bind_adapters(self._model, tensors)
+            self._swapped(version, weights | dict(tensors))
+        else:
+            dtype = TORCH_DTYPE[self._model.config.compute_dtype]
+            self.swap_values(version, weights | {name: view(packed, dtype) for name, packed in tensors.items()})
 
     def swap_values(self, version: WeightVersion, values: Mapping[str, torch.Tensor]) -> None:
         """As `swap_weights`, of weights in any floating dtype; for layers in plain torch.

@@ -79,6 +79,14 @@ class PackedMatrix:
         """All memory of it."""
         return sum(tensor.numel() for tensor in (self.codes_ESB, self.scales_ESB, self.extreme_ES))
 
+    def split(self) -> list[PackedMatrix]:
+        """Each expert's matrix as one of its own, in the same memory."""
+        parts = (tensor.split(1) for tensor in (self.codes_ESB, self.scales_ESB, self.extreme_ES))
+        return [
+            PackedMatrix(codes_ESB=codes, scales_ESB=scales, extreme_ES=extreme, num_outputs=self.num_outputs)
+            for codes, scales, extreme in zip(*parts, strict=True)
+        ]
+
     def native(self) -> _NativeMatrix:
         """Where it lies; valid while this object lives."""
         num_matrices, strips, blocks, _ = self.codes_ESB.shape
@@ -234,6 +242,7 @@ class GroupedExperts:
         *,
         clamp: Clamp | None = None,
         views: _Views | None = None,
+        frozen: bool = False,
     ) -> torch.Tensor:
         """As `reference.experts_forward` of the dequantized matrices.
 
@@ -245,6 +254,7 @@ class GroupedExperts:
             clamp: The gated unit; `None` for SwiGLU.
             views: (gate_up_E2FD, down_EDF, gate_up_bias_E2F or `None`, down_bias_ED or `None`): what was packed, in the
                 dtype of `x_TD`, where gradients go. Read by the backward alone.
+            frozen: The experts take no gradient and need no views: the backward dequantizes them once more.
 
         Returns:
             fp32 [T, D].
@@ -256,7 +266,9 @@ class GroupedExperts:
         self._check(x_TD, packed, chosen_TK, weights_TK)
         wanted = (x_TD, weights_TK, *(views or ()))
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in wanted):
-            if views is None:
+            if frozen:
+                views = (None,) * 4
+            elif views is None:
                 raise KernelError(
                     "grouped_experts: a gradient needs the dequantized matrices, got no views; "
                     "pass them, or compute under torch.no_grad()"
@@ -356,8 +368,8 @@ class _PackedExperts(torch.autograd.Function):
         ctx: Any,
         x_TD: torch.Tensor,
         weights_TK: torch.Tensor,
-        gate_up_E2FD: torch.Tensor,
-        down_EDF: torch.Tensor,
+        gate_up_E2FD: torch.Tensor | None,
+        down_EDF: torch.Tensor | None,
         gate_up_bias_E2F: torch.Tensor | None,
         down_bias_ED: torch.Tensor | None,
         chosen_TK: torch.Tensor,
@@ -369,6 +381,7 @@ class _PackedExperts(torch.autograd.Function):
         out_ND = torch.empty(chosen_TK.numel(), packed.down.num_outputs)
         y_TD = kernel.forward(x_TD, packed, chosen_TK, weights_TK, clamp, (hidden_N2F, out_ND))
         ctx.save_for_backward(x_TD, hidden_N2F, out_ND, gate_up_E2FD, down_EDF, weights_TK, chosen_TK)
+        ctx.packed, ctx.kernel = packed, kernel
         ctx.clamp, ctx.has_bias = clamp, (gate_up_bias_E2F is not None, down_bias_ED is not None)
         return y_TD
 
@@ -376,6 +389,8 @@ class _PackedExperts(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_TD,) = grads
         x_TD, hidden_N2F, out_ND, gate_up_E2FD, down_EDF, weights_TK, chosen_TK = ctx.saved_tensors
+        if frozen := gate_up_E2FD is None:
+            gate_up_E2FD, down_EDF = ctx.kernel.dequantize(ctx.packed, x_TD.dtype)
         rows = sort_rows(chosen_TK, len(down_EDF))
         unit = make_unit(ctx.clamp)
         h_N2F = hidden_N2F.to(x_TD.dtype)
@@ -384,5 +399,7 @@ class _PackedExperts(torch.autograd.Function):
         found = experts_backward(
             grad_TD, x_ND, h_N2F, act_NF, out_ND, gate_up_E2FD, down_EDF, weights_TK, rows, unit, ctx.has_bias
         )
+        if frozen:
+            return (found.x_TD, found.weights_TK, *[None] * 8)
         biases = (found.gate_up_bias_E2F, found.down_bias_ED)
         return (found.x_TD, found.weights_TK, found.gate_up_E2FD, found.down_EDF, *biases, *[None] * 4)

@@ -41,6 +41,14 @@ class PackedLinear:
         weight_GOI = tiles.permute(0, 1, 4, 2, 3).flatten(3).flatten(1, 2).contiguous().view(_BF16)
         return weight_GOI[:, : self.out_features, : self.in_features]
 
+    def split(self) -> list[PackedLinear]:
+        """Each group's weight as one of its own, in the same memory."""
+        size = self.num_bytes // self.groups
+        return [
+            PackedLinear(tiles_SBW.unsqueeze(0), self.out_features, self.in_features, 1, size)
+            for tiles_SBW in self.tiles_GSBW.unbind(0)
+        ]
+
 
 class Linear:
     """The kernel of one instruction set."""
