@@ -92,7 +92,7 @@ class DeepSpeedEngine:
     ):
         import deepspeed
 
-        if ranks.expert_group is not None:
+        if ranks.expert_group is not None and experts:
             _mark_experts(module, ranks.expert_parallel, [masters[name] for name in experts])
         self._engine: Any = deepspeed.initialize(model=module, config=_deepspeed_config(settings))[0]
         self._masters = masters

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from model.config import KernelChoice, ModelConfig
+from model.config import KernelChoice, LoraConfig, ModelConfig
 from rl.algorithms.config import AlgorithmConfig
 from rl.algorithms.objective import Objective
 from rl.algorithms.registry import build_algorithm, has_critic
@@ -63,6 +63,7 @@ class Case:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,7 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
             value_lr=case.algorithm.value_lr if has_critic(case.algorithm) else None,
             quantization=case.quantization,
             placement=case.placement,
+            lora=case.lora,
         ),
         rendezvous,
     )
