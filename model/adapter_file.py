@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from model.checkpoint import load_model
-from model.config import LoraConfig, LoraTarget
+from model.config import LoraConfig, LoraTargets
 from model.loaded import CheckpointError, LoadedModel
 from model.lora import adapter_shapes, base_digest
 from model.manifest import verify_digests, with_digests
@@ -41,7 +41,7 @@ class StoredAdapters:
 def save_adapters(folder: Path, masters: Mapping[str, torch.Tensor], lora: LoraConfig, base_digest: str) -> None:
     """Write the file; the base is expected in the folder `BASE_FOLDER` beside `folder`."""
     entries = {name: master.detach().float().contiguous().clone() for name, master in masters.items()}
-    settings = {"rank": lora.rank, "alpha": lora.alpha, "targets": [*map(str, lora.targets)]}
+    settings = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets.value}
     metadata = {"lora": json.dumps(settings), "base": f"../{BASE_FOLDER}", "base_digest": base_digest}
     write_safetensors(folder / ADAPTERS_FILE, entries, with_digests(entries, metadata))
 
@@ -71,7 +71,7 @@ def load_adapters(folder: Path) -> StoredAdapters:
     try:
         settings: dict[str, Any] = json.loads(metadata["lora"])
         lora = LoraConfig(
-            rank=settings["rank"], alpha=settings["alpha"], targets=[LoraTarget(t) for t in settings["targets"]]
+            rank=settings["rank"], alpha=settings["alpha"], targets=LoraTargets(settings["targets"])
         )
         base, of = folder.resolve() / metadata["base"], metadata["base_digest"]
     except (KeyError, ValueError) as error:

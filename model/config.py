@@ -59,11 +59,12 @@ class ComputeDtype(StrEnum):
     bf16 = "bf16"
 
 
-class LoraTarget(StrEnum):
+class LoraTargets(StrEnum):
     """What adapters are added to: the projections of attention (of latent attention all but `kv_b_proj`, which its
-    cache folds into query and output), or the fused matrices of the routed experts.
+    cache folds into query and output), the fused matrices of the routed experts, or both.
     """  # noqa: D205
 
+    all = "all"
     attention = "attention"
     experts = "experts"
 
@@ -77,7 +78,7 @@ class LoraConfig:
 
     rank: int = 0
     alpha: float = 16.0
-    targets: list[LoraTarget] = field(default_factory=lambda: [LoraTarget.attention, LoraTarget.experts])
+    targets: LoraTargets = LoraTargets.all
 
 
 class KernelChoice(StrEnum):

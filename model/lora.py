@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from model.attention import Attention, LatentAttention
-from model.config import LoraConfig, LoraTarget, ModelConfig
+from model.config import LoraConfig, LoraTargets, ModelConfig
 from model.layers import HeadLinear, Linear
 from model.low_rank import LowRank, LowRankExperts
 from model.moe import Experts
@@ -41,11 +41,11 @@ def add_adapters(model: Transformer, lora: LoraConfig) -> None:
     if not lora.rank:
         return
     for module in list(model.modules()):
-        if isinstance(module, Attention | LatentAttention) and LoraTarget.attention in lora.targets:
+        if isinstance(module, Attention | LatentAttention) and lora.targets is not LoraTargets.experts:
             for name, layer in module.named_children():
                 if isinstance(layer, Linear) and name not in _NO_ADAPTER:
                     layer.lora = _adapter_of(layer, lora)
-        elif isinstance(module, Experts) and LoraTarget.experts in lora.targets:
+        elif isinstance(module, Experts) and lora.targets is not LoraTargets.attention:
             for name, of in _FUSED.items():
                 num_experts, outputs, inputs = getattr(module, of).shape
                 with torch.device(getattr(module, of).device):

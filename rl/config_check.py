@@ -138,6 +138,8 @@ RANGES: Final[Mapping[str, Range]] = {
     "learner.call_deadline_s": _POSITIVE,
     "learner.quantization.hysteresis": Range(at_least=0, at_most=0.5, remedy="beyond half a step no code would move"),
     "learner.placement.ranks_per_node": _COUNT,
+    "learner.lora.rank": Range(at_least=0, at_most=1024, remedy="0 trains the model itself; 8 to 64 are usual"),
+    "learner.lora.alpha": _POSITIVE,
     "evaluation.num_tasks": _COUNT,
     "evaluation.during_num_tasks": _COUNT,
     "warm_start.num_demonstrations": _COUNT,
@@ -315,6 +317,11 @@ def _at_odds(config: RunConfig) -> Iterator[str]:
     yield from _expert_parallel_mistakes(config)
     yield from _quantization_mistakes(config)
     yield from learner_knobs.placement_mistakes(config.learner)
+    yield from learner_knobs.lora_mistakes(
+        config.learner,
+        bias_update_speed=config.algorithm.bias_update_speed,
+        hold_back_versions=config.rollout.hold_back_versions,
+    )
 
 
 def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl.learner.config import LearnerConfig, PlacementConfig, PlacementKind
+from model.config import LoraConfig
+from rl.learner.config import LearnerConfig, PlacementConfig, PlacementKind, QuantizationConfig
 
 
 def placement_mistakes(learner: LearnerConfig) -> Iterator[str]:
@@ -32,4 +33,34 @@ def placement_mistakes(learner: LearnerConfig) -> Iterator[str]:
         yield (
             f"learner.placement.load_file: no such file, got {given.load_file}; name the expert_load.json of a "
             "checkpoint"
+        )
+
+
+def lora_mistakes(learner: LearnerConfig, *, bias_update_speed: float, hold_back_versions: int) -> Iterator[str]:
+    """What is wrong in `learner.lora`, and what a frozen base leaves nothing to do for."""
+    given, default = learner.lora, LoraConfig()
+    if not given.rank:
+        for knob in ("alpha", "targets"):
+            if getattr(given, knob) != getattr(default, knob):
+                yield (
+                    f"learner.lora.{knob}: only read with learner.lora.rank above 0, got {getattr(given, knob)}; drop "
+                    "it, or add learner.lora.rank=8"
+                )
+        return
+    quantization, usual = learner.quantization, QuantizationConfig()
+    for knob in ("enabled", "straight_through", "rounding", "hysteresis"):
+        if getattr(quantization, knob) != getattr(usual, knob):
+            yield (
+                f"learner.quantization.{knob}: with learner.lora.rank={given.rank} the MXFP4 base is frozen and never "
+                f"quantized again, got {getattr(quantization, knob)}; drop it, or set learner.lora.rank=0"
+            )
+    if bias_update_speed:
+        yield (
+            f"algorithm.bias_update_speed: moves the routers, which learner.lora.rank={given.rank} freezes, got "
+            f"{bias_update_speed}; set it to 0, or learner.lora.rank=0"
+        )
+    if hold_back_versions:
+        yield (
+            f"rollout.hold_back_versions: not supported with learner.lora.rank={given.rank}, whose snapshots are "
+            f"adapters to the first one, got {hold_back_versions}; set it to 0, or learner.lora.rank=0"
         )

@@ -12,7 +12,7 @@ import torch
 
 from model.adapter_file import ADAPTERS_FILE, BASE_FOLDER
 from model.checkpoint import save_model
-from model.config import Family, LoraConfig, LoraTarget
+from model.config import Family, LoraConfig, LoraTargets
 from model.lora import adapter_shapes
 from rl.algorithms.config import AlgorithmConfig
 from rl.learner.config import PlacementConfig, PlacementKind
@@ -23,7 +23,7 @@ from tests.numerics.ranks import Case, Found
 from tests.numerics.test_expert_parallel import BALANCE, EVERY_FAMILY, TOLERANCE, assert_close, sample
 
 LORA = LoraConfig(rank=4, alpha=8.0)
-PARTS = {target.value: LoraConfig(rank=4, alpha=8.0, targets=[target]) for target in LoraTarget}
+PARTS = {t.value: LoraConfig(rank=4, alpha=8.0, targets=t) for t in (LoraTargets.attention, LoraTargets.experts)}
 
 
 @pytest.fixture
