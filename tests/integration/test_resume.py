@@ -83,7 +83,13 @@ def outcome(folder: Path) -> dict[str, object]:
     last = max((run / "checkpoints").glob("round-*"))
     files = {
         name: hashlib.sha256((last / name).read_bytes()).hexdigest()
-        for name in ("model.safetensors", "optimizer.safetensors", "tokenizer.json", "value_head.safetensors")
+        for name in (
+            "model.safetensors",
+            "adapters.safetensors",
+            "optimizer.safetensors",
+            "tokenizer.json",
+            "value_head.safetensors",
+        )
         if (last / name).is_file()
     }
     after = json.loads((run / "held_out_after.json").read_text())
