@@ -70,9 +70,7 @@ def load_adapters(folder: Path) -> StoredAdapters:
     verify_digests(path, entries, metadata)
     try:
         settings: dict[str, Any] = json.loads(metadata["lora"])
-        lora = LoraConfig(
-            rank=settings["rank"], alpha=settings["alpha"], targets=LoraTargets(settings["targets"])
-        )
+        lora = LoraConfig(rank=settings["rank"], alpha=settings["alpha"], targets=LoraTargets(settings["targets"]))
         base, of = folder.resolve() / metadata["base"], metadata["base_digest"]
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: metadata must tell rank and base, got {error}; write the file again") from error

@@ -24,7 +24,7 @@ from torch import nn
 from model.config import LoraConfig
 from model.kernels.grouped_experts import eager
 from model.kernels.grouped_experts.reference import Clamp, gated_unit
-from model.parallel.experts import CombineRows, GatherRows
+from model.parallel.experts import gather_rows, weigh_rows
 from model.rope import adjacent_pairs
 
 if TYPE_CHECKING:
@@ -155,14 +155,13 @@ def adapted_experts(
     """
     kernels: AdaptedKernels = _PlainKernels(experts) if experts.adapted is None else experts.adapted
     rows = eager.sort_rows(chosen_TK, len(gate_up_lora.A))
-    x_ND: torch.Tensor = GatherRows.apply(x_TD, rows.token_N, rows.row_TK)  # pyright: ignore[reportAssignmentType]
+    x_ND = gather_rows(x_TD, rows)
     h_N2F = multiply_rows(x_ND, kernels.gate_up, rows.counts)
     h_N2F = gate_up_lora(_with_bias(h_N2F, kernels.gate_up_bias_E2F, rows.counts), x_ND, rows.counts)
     act_NF = _unit(h_N2F, experts.clamp, kernels).to(x_TD.dtype)
     out_ND = multiply_rows(act_NF, kernels.down, rows.counts)
     out_ND = down_lora(_with_bias(out_ND, kernels.down_bias_ED, rows.counts), act_NF, rows.counts)
-    combined_TD = CombineRows.apply(out_ND, weights_TK, rows.row_TK, rows.order_N, kernels.combine)
-    return combined_TD  # pyright: ignore[reportReturnType]
+    return weigh_rows(out_ND, weights_TK, rows, kernels.combine)
 
 
 def _with_bias(y_NO: torch.Tensor, bias_EO: torch.Tensor | None, counts: Sequence[int]) -> torch.Tensor:
@@ -199,9 +198,7 @@ class _MultiplyRows(torch.autograd.Function):
         ctx.matrices, ctx.counts, ctx.num_inputs = matrices, counts, x_NI.shape[1]
         ctx.x_dtype = x_NI.dtype
         ctx.save_for_backward(x_NI if weight_EOI is not None else None, weight_EOI)
-        parts = [
-            matrices.multiply(expert, x_nI) for expert, x_nI in enumerate(x_NI.split(counts)) if counts[expert]
-        ]
+        parts = [matrices.multiply(expert, x_nI) for expert, x_nI in enumerate(x_NI.split(counts)) if counts[expert]]
         return torch.cat(parts) if parts else x_NI.new_empty(0, len(matrices.matrix(0)), dtype=torch.float32)
 
     @staticmethod

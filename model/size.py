@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from model.config import MXFP4_BLOCK, ModelConfig, QkNorm
+from model.config import MXFP4_BLOCK, LoraConfig, LoraTargets, ModelConfig, QkNorm
 
 
 class Part(StrEnum):
@@ -142,6 +142,24 @@ def _moe(config: ModelConfig) -> Iterator[TensorSize]:
         yield TensorSize(Part.biases, Split.experts, num * (2 * width + dim))
     if config.shared_expert_hidden_size:
         yield TensorSize(Part.shared_expert, Split.width, 3 * dim * config.shared_expert_hidden_size)
+
+
+def num_adapter_parameters(config: ModelConfig, lora: LoraConfig) -> int:
+    """Parameters of the adapters (`model/lora.py`): rank times inputs and outputs of each adapted matrix."""
+    dim, q_dim = config.hidden_size, config.num_heads * config.head_dim
+    if config.is_latent:
+        down_dim, out_dim = config.kv_lora_rank + config.qk_rope_head_dim, config.num_heads * config.v_head_dim
+        queries = config.q_lora_rank and dim + 2 * config.q_lora_rank + q_dim
+        attention = (queries or dim + q_dim) + (dim + down_dim) + (out_dim + dim)
+    else:
+        attention = 2 * (dim + q_dim) + 2 * (dim + config.num_kv_heads * config.head_dim)
+    experts = config.num_experts * ((dim + 2 * config.expert_hidden_size) + (config.expert_hidden_size + dim))
+    total = 0
+    if lora.targets is not LoraTargets.experts:
+        total += config.num_layers * attention
+    if lora.targets is not LoraTargets.attention:
+        total += len(config.moe_layers) * experts
+    return lora.rank * total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,12 @@ from typing import Any, Final, NamedTuple
 
 from envs.extension import ExtensionError, load_target
 from model import config as model_config
-from model.size import ModelSize
+from model.size import ModelSize, num_adapter_parameters
 from rl import machine
 from rl.algorithms import knobs
 from rl.algorithms.config import KlPlace
 from rl.config import Placement, RunConfig
 from rl.learner import knobs as learner_knobs
-from rl.learner.config import CodeRounding, QuantizationConfig
 from rollout.config import ChatFormat
 
 MAX_DEFAULT_WORKERS: Final = 4
@@ -42,7 +41,9 @@ _WORKER_BYTES_PER_PARAM: Final = 10  # fp32 weights, and the version that is arr
 _LEARNER_BYTES_PER_PARAM: Final = 28  # fp32 master, gradient, two Adam moments, published view, its gather buffers
 _CHECKPOINT_BYTES_PER_PARAM: Final = 16  # fp32 master, two Adam moments, published view
 _REFERENCE_BYTES_PER_PARAM: Final = 6  # published bytes and their fp32 view
-_HELD_BACK_BYTES_PER_PARAM: Final = 2  # published bytes, at most those of bf16
+_FROZEN_BYTES_PER_PARAM: Final = 10  # a base: published bytes, those packed for kernels, and the start being read
+_PUBLISHED_BYTES_PER_PARAM: Final = 2  # at most those of bf16
+_HELD_BACK_BYTES_PER_PARAM: Final = _PUBLISHED_BYTES_PER_PARAM
 _LOG_BYTES: Final = 200 * _MIB
 
 
@@ -315,13 +316,9 @@ def _at_odds(config: RunConfig) -> Iterator[str]:
             "it out, or name a model with warm_start.checkpoint"
         )
     yield from _expert_parallel_mistakes(config)
-    yield from _quantization_mistakes(config)
+    yield from learner_knobs.quantization_mistakes(config.learner)
     yield from learner_knobs.placement_mistakes(config.learner)
-    yield from learner_knobs.lora_mistakes(
-        config.learner,
-        bias_update_speed=config.algorithm.bias_update_speed,
-        hold_back_versions=config.rollout.hold_back_versions,
-    )
+    yield from learner_knobs.lora_mistakes(config.learner, config.algorithm, config.rollout)
 
 
 def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:
@@ -340,21 +337,6 @@ def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:
         yield (
             "algorithm.bias_update_speed: moves the selection bias of a router, which this model has not, got "
             f"{config.algorithm.bias_update_speed}; set it to 0, or use algorithm.load_balance_coef"
-        )
-
-
-def _quantization_mistakes(config: RunConfig) -> Iterator[str]:
-    given, default = config.learner.quantization, QuantizationConfig()
-    for knob in ("straight_through", "rounding", "hysteresis"):
-        if not given.enabled and getattr(given, knob) != getattr(default, knob):
-            yield (
-                f"learner.quantization.{knob}: not read while learner.quantization.enabled is false, got "
-                f"{getattr(given, knob)}; drop it, or leave the quantization on"
-            )
-    if given.hysteresis and given.rounding is CodeRounding.stochastic:
-        yield (
-            "learner.quantization.hysteresis: keeps codes that learner.quantization.rounding=stochastic draws anew at "
-            f"every step, got {given.hysteresis}; set one of them back to its default"
         )
 
 
@@ -422,6 +404,12 @@ def count_parameters(config: RunConfig) -> int:
     return ModelSize.of(dataclasses.replace(config.model, vocab_size=vocabulary)).num_total
 
 
+def count_trained(config: RunConfig) -> int:
+    """Parameters that the learner trains: the policy's, or those of its adapters."""
+    lora = config.learner.lora
+    return num_adapter_parameters(config.model, lora) if lora.rank else count_parameters(config)
+
+
 def estimate_memory_bytes(config: RunConfig, plan: WorkerPlan) -> dict[str, int]:
     """What each part of a run on this machine needs, by name: fixed costs, weights and the largest activations."""
     parameters = count_parameters(config)
@@ -433,7 +421,11 @@ def estimate_memory_bytes(config: RunConfig, plan: WorkerPlan) -> dict[str, int]
     ranks, keys_and_values = config.learner.num_ranks, estimate_cache_bytes(config, plan)
     if config.cluster.placement is Placement.colocated:  # they take turns
         keys_and_values = max(0, keys_and_values - ranks * activations)
-    learner = _LEARNER_BYTES_PER_PARAM + _REFERENCE_BYTES_PER_PARAM * (config.algorithm.kl_coef > 0)
+    learner = count_trained(config) * _LEARNER_BYTES_PER_PARAM
+    if config.learner.lora.rank:
+        learner += parameters * _FROZEN_BYTES_PER_PARAM
+    elif config.algorithm.kl_coef:
+        learner += parameters * _REFERENCE_BYTES_PER_PARAM
     num_held = config.rollout.hold_back_versions and config.rollout.hold_back_versions + 1
     held_back = {"held-back versions": num_held * parameters * _HELD_BACK_BYTES_PER_PARAM} if num_held else {}
     return {
@@ -441,7 +433,7 @@ def estimate_memory_bytes(config: RunConfig, plan: WorkerPlan) -> dict[str, int]
         "object store": config.cluster.object_store_mb * _MIB,
         f"{plan.num_workers} rollout worker{'s' * (plan.num_workers > 1)}": plan.num_workers * worker,
         "keys and values": keys_and_values,
-        "learner": ranks * (_LEARNER_BYTES + activations) + parameters * learner,
+        "learner": ranks * (_LEARNER_BYTES + activations) + learner,
         **held_back,
     }
 
@@ -467,7 +459,9 @@ def preflight(config: RunConfig) -> list[str]:
     """
     root = Path(config.run.root)
     per_param = _CHECKPOINT_BYTES_PER_PARAM + config.rollout.hold_back_versions * _HELD_BACK_BYTES_PER_PARAM
-    needed_disk = (config.run.keep_checkpoints + 1) * count_parameters(config) * per_param + _LOG_BYTES
+    needed_disk = (config.run.keep_checkpoints + 1) * count_trained(config) * per_param + _LOG_BYTES
+    if config.learner.lora.rank:
+        needed_disk += count_parameters(config) * _PUBLISHED_BYTES_PER_PARAM  # the base, once
     free_disk = machine.free_disk_bytes(root)
     if free_disk < needed_disk:
         raise ConfigError(

@@ -152,7 +152,12 @@ def _fit(
     spec = dataclasses.replace(spec, optimizer=optimizer, num_threads=num_threads, expert_parallel=1)
     # It makes the reference, and one start serves every way of training on from it.
     spec = dataclasses.replace(
-        spec, reference=False, value_lr=None, quantization=QuantizationConfig(), placement=PlacementConfig(), lora=LoraConfig()
+        spec,
+        reference=False,
+        value_lr=None,
+        quantization=QuantizationConfig(),
+        placement=PlacementConfig(),
+        lora=LoraConfig(),
     )
     progress.stage("warm start: building the learner")
     with LearnerGroup(spec, num_ranks=1, deadline_s=config.learner.call_deadline_s) as learner:

@@ -25,8 +25,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from model.kernels.grouped_experts.eager import SortedRows, sort_rows
 from model.kernels.grouped_experts.eager import combine as combine_rows
-from model.kernels.grouped_experts.eager import sort_rows
 
 
 class RowsCompute(Protocol):
@@ -72,13 +72,23 @@ class ExpertExchange:
         experts_e = torch.arange(sent_Pe.shape[1], device=x_TD.device)
         expert_M = experts_e.repeat(num_ranks).repeat_interleave(received_Pe.reshape(-1))
 
-        x_MD = _AllToAll.apply(GatherRows.apply(x_TD, rows.token_N, rows.row_TK), to, of, self.group)
+        x_MD = _AllToAll.apply(gather_rows(x_TD, rows), to, of, self.group)
         y_MD = compute(x_MD, expert_M)
         y_ND = _AllToAll.apply(y_MD, of, to, self.group)
-        return CombineRows.apply(y_ND, weights_TK, rows.row_TK, rows.order_N, combine)  # pyright: ignore[reportReturnType]
+        return weigh_rows(y_ND, weights_TK, rows, combine)
 
 
-class GatherRows(torch.autograd.Function):
+def gather_rows(x_TD: torch.Tensor, rows: SortedRows) -> torch.Tensor:
+    """[N, D], differentiable: each choice's row."""
+    return _Rows.apply(x_TD, rows.token_N, rows.row_TK)  # pyright: ignore[reportReturnType]
+
+
+def weigh_rows(y_ND: torch.Tensor, weights_TK: torch.Tensor, rows: SortedRows, combine: Combine) -> torch.Tensor:
+    """fp32 [T, D], differentiable: each token's rows times their weights, in the order of its choices."""
+    return _Combine.apply(y_ND, weights_TK, rows.row_TK, rows.order_N, combine)  # pyright: ignore[reportReturnType]
+
+
+class _Rows(torch.autograd.Function):
     """Each choice's row; a token's gradient sums its rows in the order of its choices, wherever their experts are."""
 
     @staticmethod
@@ -113,7 +123,7 @@ def _all_to_all(rows_ND: torch.Tensor, to: list[int], of: list[int], group: dist
     return received
 
 
-class CombineRows(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """`combine` with its gradient; nothing is added up twice, so the gradient has one order of sums too."""
 
     @staticmethod

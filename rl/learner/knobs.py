@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from model.config import LoraConfig
-from rl.learner.config import LearnerConfig, PlacementConfig, PlacementKind, QuantizationConfig
+from rl.algorithms.config import AlgorithmConfig
+from rl.learner.config import CodeRounding, LearnerConfig, PlacementConfig, PlacementKind, QuantizationConfig
+from rollout.config import RolloutConfig
 
 
 def placement_mistakes(learner: LearnerConfig) -> Iterator[str]:
@@ -36,7 +38,23 @@ def placement_mistakes(learner: LearnerConfig) -> Iterator[str]:
         )
 
 
-def lora_mistakes(learner: LearnerConfig, *, bias_update_speed: float, hold_back_versions: int) -> Iterator[str]:
+def quantization_mistakes(learner: LearnerConfig) -> Iterator[str]:
+    """What is wrong in `learner.quantization`."""
+    given, default = learner.quantization, QuantizationConfig()
+    for knob in ("straight_through", "rounding", "hysteresis"):
+        if not given.enabled and getattr(given, knob) != getattr(default, knob):
+            yield (
+                f"learner.quantization.{knob}: not read while learner.quantization.enabled is false, got "
+                f"{getattr(given, knob)}; drop it, or leave the quantization on"
+            )
+    if given.hysteresis and given.rounding is CodeRounding.stochastic:
+        yield (
+            "learner.quantization.hysteresis: keeps codes that learner.quantization.rounding=stochastic draws anew at "
+            f"every step, got {given.hysteresis}; set one of them back to its default"
+        )
+
+
+def lora_mistakes(learner: LearnerConfig, algorithm: AlgorithmConfig, rollout: RolloutConfig) -> Iterator[str]:
     """What is wrong in `learner.lora`, and what a frozen base leaves nothing to do for."""
     given, default = learner.lora, LoraConfig()
     if not given.rank:
@@ -54,13 +72,13 @@ def lora_mistakes(learner: LearnerConfig, *, bias_update_speed: float, hold_back
                 f"learner.quantization.{knob}: with learner.lora.rank={given.rank} the MXFP4 base is frozen and never "
                 f"quantized again, got {getattr(quantization, knob)}; drop it, or set learner.lora.rank=0"
             )
-    if bias_update_speed:
+    if algorithm.bias_update_speed:
         yield (
             f"algorithm.bias_update_speed: moves the routers, which learner.lora.rank={given.rank} freezes, got "
-            f"{bias_update_speed}; set it to 0, or learner.lora.rank=0"
+            f"{algorithm.bias_update_speed}; set it to 0, or learner.lora.rank=0"
         )
-    if hold_back_versions:
+    if rollout.hold_back_versions:
         yield (
             f"rollout.hold_back_versions: not supported with learner.lora.rank={given.rank}, whose snapshots are "
-            f"adapters to the first one, got {hold_back_versions}; set it to 0, or learner.lora.rank=0"
+            f"adapters to the first one, got {rollout.hold_back_versions}; set it to 0, or learner.lora.rank=0"
         )

@@ -12,8 +12,8 @@ from model.checkpoint import load_model
 from model.config import LoraConfig
 from model.export import main
 from model.lora import adapter_shapes
-from tests.integration.test_resume import outcome, run_to_the_end, start
 from tests.integration.test_resume import command as run_command
+from tests.integration.test_resume import outcome, run_to_the_end, start
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

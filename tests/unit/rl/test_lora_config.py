@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl.config_check import WorkerPlan, count_parameters, count_trained, estimate_memory_bytes
 from rl.run_folder import plain
 from tests.unit.rl.test_config_check import compose, problem
 
@@ -71,3 +72,14 @@ def test_adapters_are_off_by_default_and_their_settings_are_stored_with_the_run(
     assert compose("+experiment=coding").learner.lora.rank == 0
     stored = plain(compose("+experiment=coding", "learner.lora.rank=8", "learner.lora.targets=experts"))
     assert stored["learner"]["lora"] == {"rank": 8, "alpha": 16.0, "targets": "experts"}
+
+
+def test_a_frozen_base_needs_less_memory_by_the_estimate() -> None:
+    plan = WorkerPlan(1, 1, 1)
+    trained, adapted = (
+        compose("model=qwen3_30b_a3b", *more) for more in ([], ["learner.lora.rank=8", "algorithm.kl_coef=0.1"])
+    )
+    assert count_trained(trained) == count_parameters(trained) > 30e9
+    assert count_trained(adapted) < 0.02 * count_parameters(adapted)
+    whole, base = (estimate_memory_bytes(config, plan)["learner"] for config in (trained, adapted))
+    assert base < 0.4 * whole
