@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from model.checkpoint import load_model
 from model.config import LoraConfig, LoraTargets
+from model.hf.files import WEIGHTS_FILE
 from model.loaded import CheckpointError, LoadedModel
 from model.lora import adapter_shapes, base_digest
 from model.manifest import verify_digests, with_digests
@@ -26,6 +27,8 @@ from model.snapshot import PackedTensor, digest
 ADAPTERS_FILE = "adapters.safetensors"
 BASE_FOLDER = "base"
 """Beside the folders of its adapters."""
+BASE_DIGEST = "base_digest"
+"""The entry in the metadata of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +45,7 @@ def save_adapters(folder: Path, masters: Mapping[str, torch.Tensor], lora: LoraC
     """Write the file; the base is expected in the folder `BASE_FOLDER` beside `folder`."""
     entries = {name: master.detach().float().contiguous().clone() for name, master in masters.items()}
     settings = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets.value}
-    metadata = {"lora": json.dumps(settings), "base": f"../{BASE_FOLDER}", "base_digest": base_digest}
+    metadata = {"lora": json.dumps(settings), "base": f"../{BASE_FOLDER}", BASE_DIGEST: base_digest}
     write_safetensors(folder / ADAPTERS_FILE, entries, with_digests(entries, metadata))
 
 
@@ -71,7 +74,7 @@ def load_adapters(folder: Path) -> StoredAdapters:
     try:
         settings: dict[str, Any] = json.loads(metadata["lora"])
         lora = LoraConfig(rank=settings["rank"], alpha=settings["alpha"], targets=LoraTargets(settings["targets"]))
-        base, of = folder.resolve() / metadata["base"], metadata["base_digest"]
+        base, of = folder.resolve() / metadata["base"], metadata[BASE_DIGEST]
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path}: metadata must tell rank and base, got {error}; write the file again") from error
     return StoredAdapters(lora=lora, masters=entries, base=base.resolve(), base_digest=of)
@@ -107,4 +110,19 @@ def check_base(folder: Path, stored: StoredAdapters, base: Mapping[str, PackedTe
         raise CheckpointError(
             f"{folder}: adapters belong to the base with digest {stored.base_digest}, got {found}; restore the base "
             "that the run started from"
+        )
+
+
+def check_beside(base: Path, base_digest: str) -> None:
+    """Raises CheckpointError where the base that lies beside the adapters to be saved is not theirs."""
+    path = base / WEIGHTS_FILE
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = (file.metadata() or {}).get(BASE_DIGEST)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: must be a safetensors file, got {error}; restore or remove the base") from error
+    if found != base_digest:
+        raise CheckpointError(
+            f"{base}: must be the base with digest {base_digest} that this run trains on, got {found}; give the run a "
+            "folder of its own"
         )

@@ -115,7 +115,7 @@ class BoundAdapted:
     def __init__(self, kernels: LayerKernels, packed: PackedExperts) -> None:
         self.gate_up = BoundMatrices(kernels.experts, packed.gate_up.split())
         self.down = BoundMatrices(kernels.experts, packed.down.split())
-        self.gate_up_bias_E2F, self.down_bias_ED = packed.gate_up_bias_E2F, packed.down_bias_ED
+        self.biases = (packed.gate_up_bias_E2F, packed.down_bias_ED)
         self.gated_unit, self.combine = kernels.gated_unit, kernels.experts.combine
 
 

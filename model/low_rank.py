@@ -114,10 +114,20 @@ class LowRankExperts(nn.Module):
 class AdaptedKernels(Protocol):
     """The steps of a layer on packed weights."""
 
-    gate_up: ExpertMatrices
-    down: ExpertMatrices
-    gate_up_bias_E2F: torch.Tensor | None
-    down_bias_ED: torch.Tensor | None
+    @property
+    def gate_up(self) -> ExpertMatrices:
+        """F gate outputs, then F up outputs, of D inputs."""
+        ...
+
+    @property
+    def down(self) -> ExpertMatrices:
+        """D outputs of F inputs."""
+        ...
+
+    @property
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of gate_up [E, 2F] and of down [E, D], in any floating dtype."""
+        ...
 
     def gated_unit(self, h_N2F: torch.Tensor) -> torch.Tensor:
         """SwiGLU, differentiable."""
@@ -133,7 +143,7 @@ class _PlainKernels:
 
     def __init__(self, experts: Experts) -> None:
         self.gate_up, self.down = PlainMatrices(experts.gate_up_proj), PlainMatrices(experts.down_proj)
-        self.gate_up_bias_E2F, self.down_bias_ED = experts.gate_up_proj_bias, experts.down_proj_bias
+        self.biases = (experts.gate_up_proj_bias, experts.down_proj_bias)
         self.combine: Callable[..., torch.Tensor] = eager.combine
 
     def gated_unit(self, h_N2F: torch.Tensor) -> torch.Tensor:
@@ -155,12 +165,13 @@ def adapted_experts(
     """
     kernels: AdaptedKernels = _PlainKernels(experts) if experts.adapted is None else experts.adapted
     rows = eager.sort_rows(chosen_TK, len(gate_up_lora.A))
+    gate_up_bias_E2F, down_bias_ED = kernels.biases
     x_ND = gather_rows(x_TD, rows)
     h_N2F = multiply_rows(x_ND, kernels.gate_up, rows.counts)
-    h_N2F = gate_up_lora(_with_bias(h_N2F, kernels.gate_up_bias_E2F, rows.counts), x_ND, rows.counts)
+    h_N2F = gate_up_lora(_with_bias(h_N2F, gate_up_bias_E2F, rows.counts), x_ND, rows.counts)
     act_NF = _unit(h_N2F, experts.clamp, kernels).to(x_TD.dtype)
     out_ND = multiply_rows(act_NF, kernels.down, rows.counts)
-    out_ND = down_lora(_with_bias(out_ND, kernels.down_bias_ED, rows.counts), act_NF, rows.counts)
+    out_ND = down_lora(_with_bias(out_ND, down_bias_ED, rows.counts), act_NF, rows.counts)
     return weigh_rows(out_ND, weights_TK, rows, kernels.combine)
 
 

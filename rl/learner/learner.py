@@ -69,7 +69,8 @@ class LearnerSpec:
     """Everything a learner needs; picklable. `start` is the model folder to start from.
 
     With `reference` the learner keeps the start policy, frozen, and scores every sample with it; with `value_lr` it has
-    a value head that learns at this rate. `seed` keys random rounding.
+    a value head that learns at this rate. `seed` keys random rounding. With `lora` the start is frozen, and is its own
+    reference (`rl.learner.lora`).
     """
 
     model: ModelConfig

@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.adapter_file import BASE_FOLDER, check_base, has_adapters, load_adapters, load_base, save_adapters
+from model.adapter_file import (
+    BASE_DIGEST,
+    BASE_FOLDER,
+    check_base,
+    check_beside,
+    has_adapters,
+    load_adapters,
+    load_base,
+    save_adapters,
+)
 from model.binding import Binder, load_published
 from model.checkpoint import appearing_whole, load_model, save_model
 from model.config import LoraConfig, ModelConfig
@@ -70,6 +79,7 @@ class AdapterPolicy(PublishedPolicy):
         self.place(ExpertPlacement.contiguous(len(config.moe_layers), config.num_experts, ranks.expert_parallel))
         self._base: dict[str, PackedTensor] = {}
         self._base_digests: dict[str, str] = {}
+        self._output: dict[str, torch.Tensor] = {}
         self._base_version: WeightVersion | None = None
 
     def open(self, folder: Path) -> LoadedModel:
@@ -166,11 +176,13 @@ class AdapterPolicy(PublishedPolicy):
         """See `PublishedPolicy.save`; the base is written beside `folder` by the first that is saved there."""
         digest_of_base = base_digest(self._base_digests)
         beside = folder.parent / BASE_FOLDER
-        if not self._ranks.gather(beside.is_dir())[0]:
+        if self._ranks.gather(beside.is_dir())[0]:
+            check_beside(beside, digest_of_base)
+        else:
             whole = self.whole(self._base)
             if whole is not None:
                 with appearing_whole(beside) as partial:
-                    save_model(partial, self._config, whole, {"base_digest": digest_of_base})
+                    save_model(partial, self._config, whole, {BASE_DIGEST: digest_of_base})
                     seal(partial)
         if self._ranks.rank == 0:
             save_adapters(folder, masters, self._lora, digest_of_base)

@@ -263,6 +263,10 @@ def test_adapters_on_another_base_are_one_line(tmp_path: Path):
     assert "adapters belong to the base with digest " in str(caught.value)
     assert str(caught.value).endswith("; restore the base that the run started from")
     assert "\n" not in str(caught.value)
+    beside = tmp_path / "checkpoints" / "round-000002"
+    beside.mkdir()
+    with pytest.raises(CheckpointError, match=r"base: must be the base with digest \w{32} that this run"):
+        learner.save(beside)
     write = tmp_path / "again" / "round-000001"
     write.mkdir(parents=True)
     learner.save(write)

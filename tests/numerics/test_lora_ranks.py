@@ -72,6 +72,7 @@ def test_two_ranks_that_share_the_experts_out_are_one(
     two = ranks.run(
         [
             Case(**common, name="five steps", sgd=True, num_steps=5, max_grad_norm=0.5, expert_parallel=2),
+            Case(**common, name="each all experts", sgd=True, num_steps=5, max_grad_norm=0.5),
             Case(**common, name="next", load=saved, expert_parallel=2),
             Case(**common, name="again", load=saved, num_steps=0, save=again, expert_parallel=2),
             *(
@@ -82,8 +83,8 @@ def test_two_ranks_that_share_the_experts_out_are_one(
         2,
         tmp_path / "together",
     )
-    for name in ("five steps", *PARTS):
-        got, expected = two[name], one[name]
+    for name in ("five steps", "each all experts", *PARTS):
+        got, expected = two[name], one["five steps" if name == "each all experts" else name]
         assert logprobs_of(got) == logprobs_of(expected), "the same logprobs, base and routes, to the last bit"
         np.testing.assert_allclose(got.losses[0], expected.losses[0], rtol=TOLERANCE, atol=TOLERANCE)
         np.testing.assert_allclose(got.grad_norms[0], expected.grad_norms[0], rtol=TOLERANCE)
@@ -122,3 +123,11 @@ def test_where_the_experts_are_changes_no_bit_of_their_adapters(common: dict[str
     assert placed.masters.keys() == in_order.masters.keys()
     assert all(torch.equal(placed.masters[name], master) for name, master in in_order.masters.items())
     assert placed.parity == in_order.parity
+
+
+def test_a_value_head_learns_beside_the_adapters(common: dict[str, Any], tmp_path: Path):
+    common = of_family(Family.mixtral, common) | {"algorithm": AlgorithmConfig(name="ppo")}
+    found = ranks.run([Case(**common, name="ppo", num_steps=3)], 1, tmp_path / "job")["ppo"]
+    assert found.head["weight"].any()
+    assert all(terms["loss/value"] > 0 for terms in found.terms)
+    assert all(master.any() for master in found.masters.values())
