@@ -64,11 +64,6 @@ def adapters(model: nn.Module) -> dict[str, LowRank | LowRankExperts]:
     return {path: module for path, module in model.named_modules() if isinstance(module, LowRank | LowRankExperts)}
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
-    return name.endswith((".lora.A", ".lora.B", "_lora.A", "_lora.B"))
-
-
 def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter of the adapters, without allocating any."""
     with torch.device("meta"):
