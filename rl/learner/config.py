@@ -77,7 +77,8 @@ class LearnerConfig:
 
     `num_ranks` processes share the samples of a step out. In groups of `expert_parallel` they share the experts of
     every layer out, too: a rank holds 1 / `expert_parallel` of them. `router_replay` trains the experts that the
-    sampler used, as its trajectories record them.
+    sampler used, as its trajectories record them. With `keep_memory` a rank's process keeps what it frees for the next
+    step (`rl/learner/allocator.py`), at the same peak; without, it goes back to the system, and updates are slower.
     """
 
     num_ranks: int = 1
@@ -91,5 +92,6 @@ class LearnerConfig:
     beta2: float = 0.95
     weight_decay: float = 0.0
     call_deadline_s: float = 600.0
+    keep_memory: bool = True
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)

@@ -16,6 +16,7 @@ from model.snapshot import WeightSnapshot
 from rl.algorithms.base import Loss
 from rl.batch import TrainSample
 from rl.learner.actor import LearnerActor
+from rl.learner.allocator import keeping_memory
 from rl.learner.deepspeed import Rendezvous
 from rl.learner.learner import LearnerSpec, UpdateReport
 from rl.parity import ParityReport
@@ -107,9 +108,11 @@ class LearnerGroup:
 
     def _start(self, spec: LearnerSpec, num_ranks: int) -> None:
         actor_class: Any = LearnerActor  # Ray's decorator hides the class from the type checker
+        environment = {"env_vars": keeping_memory()} if spec.keep_memory else {}
         for rank in range(num_ranks):
             place = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=rank)
-            self._actors.append(actor_class.options(num_cpus=1, scheduling_strategy=place).remote(spec))
+            options = {"num_cpus": 1, "scheduling_strategy": place, "runtime_env": environment}
+            self._actors.append(actor_class.options(**options).remote(spec))
         self.pids = self._call_all("start", "pid")
         address, port = self._collect("start", [self._actors[0].meeting_point.remote()])[0]
         meetings = [

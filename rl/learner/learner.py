@@ -70,7 +70,8 @@ class LearnerSpec:
     """Everything a learner needs; picklable. `start` is the model folder to start from.
 
     With `reference` the learner keeps the start policy, frozen, and scores every sample with it; with `value_lr` it has
-    a value head that learns at this rate. `seed` keys random rounding.
+    a value head that learns at this rate. `seed` keys random rounding. `keep_memory` is of its process
+    (`rl/learner/allocator.py`).
     """
 
     model: ModelConfig
@@ -87,6 +88,7 @@ class LearnerSpec:
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     seed: int = 0
+    keep_memory: bool = True
 
     @classmethod
     def of(cls, config: RunConfig, *, model: ModelConfig, start: Path, num_threads: int) -> LearnerSpec:
@@ -118,6 +120,7 @@ class LearnerSpec:
             quantization=settings.quantization,
             placement=with_absolute_file(settings.placement),
             seed=config.run.seed,
+            keep_memory=settings.keep_memory,
         )
 
 

@@ -39,7 +39,7 @@ from model.snapshot import (
     WeightSnapshot,
     as_tensor,
     codes_changed,
-    digest,
+    digests,
     make_snapshot,
     tensor_format,
     view,
@@ -175,7 +175,7 @@ class PublishedPolicy(nn.Module):
     def digests(self) -> dict[str, str] | None:
         """On rank 0, the digest of every tensor that the forward reads now (`model.snapshot.digest`)."""
         packed = self.whole()
-        return None if packed is None else {name: digest(name, tensor) for name, tensor in packed.items()}
+        return None if packed is None else digests(packed)
 
     def view_differences(self, running: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, float]:
         """Largest absolute difference of each tensor that `running` holds differently from the view read here."""

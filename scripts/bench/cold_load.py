@@ -35,7 +35,7 @@ from model.config import Family, ModelConfig, QkNorm
 from model.hf.writer import HfFormat, save_hf
 from model.loaded import LoadedModel, Weight
 from model.size import ModelSize, Part
-from model.snapshot import PackedTensor, digest
+from model.snapshot import PackedTensor, digests
 from model.transformer import parameter_shapes
 from rl.report import machine_facts
 
@@ -84,8 +84,8 @@ def check_same(folders: Mapping[str, Path]) -> None:
         loaded = load_model(folder)
         first = {key: weight for key, weight in loaded.weights.items() if key.startswith("model.layers.0.")}
         packed = LoadedModel(config=CONFIG, form=loaded.form, weights=first, metadata={}).packed()
-        found[name] = {key: digest(key, tensor) for key, tensor in packed.items()}
-    if any(digests != found[BF16] for digests in found.values()):
+        found[name] = digests(packed)
+    if any(others != found[BF16] for others in found.values()):
         raise ValueError("cold load: all forms must hold the same model, got other bytes; correct the writers")
 
 

@@ -212,6 +212,30 @@ def test_codes_changed_counts_values(masters):
     assert codes_changed(old, published_view(masters))[EXPERT] == (8 * 32 * 64 - 32 * zero_blocks, 8 * 32 * 64)
 
 
+@pytest.mark.parametrize("share", [0.0, 1e-3, 0.3, 1.0])
+def test_codes_changed_finds_every_value_that_differs(masters, share):
+    """Against the definition, on random bytes: whole blocks, single nibbles and scales differ."""
+    rng = np.random.default_rng(5)
+
+    def changed(array):
+        return np.where(rng.random(array.shape) < share, rng.integers(0, 256, array.shape, np.uint8), array)
+
+    old = published_view(masters)
+    new = {
+        name: dataclasses.replace(packed, payload=changed(packed.payload), scales=changed(packed.scales))
+        for name, packed in old.items()
+    }
+    for name, (found, _) in codes_changed(old, new).items():
+        payloads, scales = (old[name].payload, new[name].payload), (old[name].scales, new[name].scales)
+        if old[name].format is Format.MXFP4:
+            differs = payloads[0] ^ payloads[1]
+            moved = np.concatenate([differs & 15, differs >> 4], -1) != 0
+            expected = moved | (scales[0] != scales[1])[..., None]
+        else:
+            expected = (payloads[0] != payloads[1]).any(-1)
+        assert found == expected.sum()
+
+
 def test_codes_changed_needs_the_same_parameters(masters):
     packed = published_view(masters)
     with pytest.raises(SnapshotError, match="same parameters"):
