@@ -47,7 +47,7 @@ from rl.learner.balance import (
 )
 from rl.learner.config import PlacementConfig, QuantizationConfig
 from rl.learner.counted_file import load_counted, save_counted
-from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
+from rl.learner.deepspeed import MOMENTS, OptimizerSettings, Rendezvous, join, make_engine
 from rl.learner.placement import Placer, with_absolute_file
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.learner.published import PUBLISHED_FOLDER, differing, load_published, save_published
@@ -160,7 +160,7 @@ class Learner:
         self._policy.place(self._placer.placement)
         self._num_steps = 0
         masters, experts = self._policy.masters(), self._policy.experts
-        self._engine = DeepSpeedEngine(self._policy, masters, spec.optimizer, self._ranks, experts)
+        self._engine = make_engine(self._policy, masters, spec.optimizer, self._ranks, experts)
         self._engine.restore(self._own_part(load_model(spec.start).masters()), {}, 0)
         self._policy.refresh()
         start = self._policy.packed
