@@ -68,6 +68,18 @@ class PlacementConfig:
     load_file: str | None = None
 
 
+class ActivationCheckpointing(StrEnum):
+    """What a forward with gradient keeps for its backward.
+
+    none    every activation
+    block   the input of each transformer block, whose backward runs it again (`model/recompute.py`): the same bits in
+            less memory and more time
+    """
+
+    none = auto()
+    block = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class LearnerConfig:
     """The DeepSpeed engine and its optimizer.
@@ -86,6 +98,7 @@ class LearnerConfig:
     num_threads: int = 0
     zero_stage: int = 1
     micro_batch_tokens: int = 4096
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     max_grad_norm: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.95
