@@ -1,13 +1,14 @@
-"""Activation checkpointing (Chen et al. 2016, arXiv 1604.06174): a block keeps its input alone, its backward runs it again.
+"""Activation checkpointing (Chen et al. 2016, arXiv 1604.06174): only the input of a block is kept for its backward.
 
-The second run has the same weights, the same input and the experts that the first one chose, never a new choice, so it
-has the same bits, and so have all gradients. Its router logits and choices go nowhere: what a loss or a count reads is
-what the first run gave.
+The backward runs the block again, with the same weights, the same input and the experts that the first run chose, never
+a new choice: so it has the same bits, and so have all gradients. The second run's router logits and choices go nowhere;
+what a loss or a count reads is what the first one gave.
 
-Forward and backward of a block are one autograd function. So on every rank the second run is whole, between the backward
-of the block above and that of the block below, and its all-to-alls meet those of the other ranks. Differs from
-`torch.utils.checkpoint`: that stops its second run at the last tensor that the graph asks for, and keeps what an
-autograd function holds outside of its saved tensors.
+Forward and backward of a block are one autograd function: so on every rank the second run is whole, between the
+backward of the block above and that of the block below, and its all-to-alls meet those of the other ranks. Differs from
+`torch.utils.checkpoint`, which has the same bits with its early stop off: that builds and keeps the graph of the first
+run, hence all that an autograd function holds outside of its saved tensors (the eager experts' gated unit), and it
+would have to be told the first run's choices on the side.
 
 Shapes: T packed tokens, D model dim, K experts a token.
 """

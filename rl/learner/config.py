@@ -89,7 +89,7 @@ class LearnerConfig:
 
     `num_ranks` processes share the samples of a step out. In groups of `expert_parallel` they share the experts of
     every layer out, too: a rank holds 1 / `expert_parallel` of them. `router_replay` trains the experts that the
-    sampler used, as its trajectories record them.
+    sampler used, as its trajectories record them. `activation_checkpointing` makes room for more `micro_batch_tokens`.
     """
 
     num_ranks: int = 1

@@ -1,4 +1,4 @@
-"""Learners that keep the inputs of blocks alone against the same learners that keep everything: the same to the last bit.
+"""Learners that keep only the inputs of blocks against learners that keep everything: the same to the last bit.
 
 What the second run of a block may not do: choose experts, count anything, read other weights, meet the other ranks'
 all-to-alls out of turn.
@@ -7,8 +7,7 @@ all-to-alls out of turn.
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,13 @@ from model.config import ComputeDtype, Family, KernelChoice, ModelConfig
 from model.kernels.dispatch import resolve_kernels
 from model.moe import Router, Routing
 from model.parallel.groups import Ranks
+from model.transformer import parameter_shapes
 from rl.batch import pack
 from rl.learner.balance import BalanceSettings, RouterLoss
 from rl.learner.config import ActivationCheckpointing, QuantizationConfig, StraightThroughKind
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.learner.streams import batch_logprobs
+from scripts.bench import recompute as bench
 from tests.numerics import ranks
 from tests.numerics.families import MINI, make_model
 from tests.numerics.ranks import Case
@@ -171,6 +172,21 @@ def test_the_graph_holds_the_inputs_of_blocks(family: Family, kernels: KernelCho
     ends = num_tokens * (8 + 2 * width * 4 + 4) + 4 * width
     assert inputs <= kept_bytes(policy(config, BLOCK, kernels), config) <= inputs + routes + ends
     assert kept_bytes(policy(config, NONE, kernels), config) > 4 * inputs
+
+
+@pytest.mark.slow
+def test_a_pass_grows_the_process_by_the_inputs_of_blocks_and_what_one_block_keeps():
+    """Beside them the gradients of the views, which wait for those of the first block, and a chunk of logits twice."""
+    layers, tokens, hidden = sizes = [48, 4096, 128]
+    kept, again = (bench.growth_bytes(way, sizes, mapped=True) for way in (NONE, BLOCK))
+    config = bench.configuration(layers, hidden)
+    inputs = layers * tokens * hidden * 4
+    routers = layers * tokens * (4 * config.num_experts + 8 * config.num_experts_per_tok)
+    gradients = 4 * sum(map(math.prod, parameter_shapes(config).values()))
+    logits = 2 * 4 * tokens * config.vocab_size
+    one_block = kept / layers
+    assert again <= inputs + routers + gradients + logits + 2 * one_block, "its values and their gradients"
+    assert again < kept / 5
 
 
 def test_frozen_weights_get_nothing_and_blocks_below_the_trained_ones_do_not_run_again(monkeypatch: pytest.MonkeyPatch):
