@@ -55,6 +55,7 @@ FREE_TO_CHANGE: Final = frozenset(
         "learner.num_ranks",
         "learner.expert_parallel",
         "learner.zero_stage",
+        "learner.activation_checkpointing",
         "learner.num_threads",
         "learner.call_deadline_s",
         "learner.keep_memory",

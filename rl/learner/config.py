@@ -68,6 +68,18 @@ class PlacementConfig:
     load_file: str | None = None
 
 
+class ActivationCheckpointing(StrEnum):
+    """What a forward with gradient keeps for its backward.
+
+    none    every activation
+    block   the input of each transformer block, whose backward runs it again (`model/recompute.py`): the same bits in
+            less memory and more time
+    """
+
+    none = auto()
+    block = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class LearnerConfig:
     """The DeepSpeed engine and its optimizer.
@@ -77,8 +89,9 @@ class LearnerConfig:
 
     `num_ranks` processes share the samples of a step out. In groups of `expert_parallel` they share the experts of
     every layer out, too: a rank holds 1 / `expert_parallel` of them. `router_replay` trains the experts that the
-    sampler used, as its trajectories record them. With `keep_memory` a rank's process keeps what it frees for the next
-    step (`rl/learner/allocator.py`), at the same peak; without, it goes back to the system, and updates are slower.
+    sampler used, as its trajectories record them. `activation_checkpointing` makes room for more `micro_batch_tokens`.
+    With `keep_memory` a rank's process keeps what it frees for the next step (`rl/learner/allocator.py`), at the same
+    peak; without, it goes back to the system, and updates are slower.
     """
 
     num_ranks: int = 1
@@ -87,6 +100,7 @@ class LearnerConfig:
     num_threads: int = 0
     zero_stage: int = 1
     micro_batch_tokens: int = 4096
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     max_grad_norm: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.95

@@ -45,7 +45,7 @@ from rl.learner.balance import (
     nothing_dispatched,
     update_selection_biases,
 )
-from rl.learner.config import PlacementConfig, QuantizationConfig
+from rl.learner.config import ActivationCheckpointing, PlacementConfig, QuantizationConfig
 from rl.learner.counted_file import load_counted, save_counted
 from rl.learner.deepspeed import MOMENTS, OptimizerSettings, Rendezvous, join, make_engine
 from rl.learner.placement import Placer, with_absolute_file
@@ -81,6 +81,7 @@ class LearnerSpec:
     micro_batch_tokens: int
     balance: BalanceSettings = field(default_factory=BalanceSettings)
     kernels: KernelChoice = KernelChoice.auto
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     router_replay: bool = False
     expert_parallel: int = 1
     reference: bool = False
@@ -113,6 +114,7 @@ class LearnerSpec:
                 router_z_coef=config.algorithm.router_z_coef,
                 bias_update_speed=config.algorithm.bias_update_speed,
             ),
+            activation_checkpointing=settings.activation_checkpointing,
             router_replay=settings.router_replay,
             expert_parallel=settings.expert_parallel,
             reference=config.algorithm.kl_coef > 0,
@@ -155,7 +157,9 @@ class Learner:
         self._spec = spec
         self._kernels = resolve_kernels(spec.kernels)
         self._ranks = join(rendezvous, expert_parallel=spec.expert_parallel)
-        self._policy = PublishedPolicy(spec.model, self._kernels, self._ranks, spec.quantization, spec.seed)
+        self._policy = PublishedPolicy(
+            spec.model, self._kernels, self._ranks, spec.quantization, spec.seed, spec.activation_checkpointing
+        )
         self._placer = Placer(spec.placement, spec.model, self._ranks)
         self._policy.place(self._placer.placement)
         self._num_steps = 0

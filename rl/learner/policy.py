@@ -46,7 +46,7 @@ from model.snapshot import (
 )
 from model.transformer import Transformer
 from rl.batch import Batch
-from rl.learner.config import QuantizationConfig
+from rl.learner.config import ActivationCheckpointing, QuantizationConfig
 from rl.learner.requantizer import Requantizer
 from rollout.types import WeightVersion
 
@@ -76,9 +76,14 @@ class PublishedPolicy(nn.Module):
         ranks: Ranks,
         quantization: QuantizationConfig | None = None,
         seed: int = 0,
+        checkpointing: ActivationCheckpointing = ActivationCheckpointing.none,
     ):
         super().__init__()
-        self.model = Transformer(config, expert_parallel=ranks.expert_parallel)
+        self.model = Transformer(
+            config,
+            expert_parallel=ranks.expert_parallel,
+            recompute_blocks=checkpointing is ActivationCheckpointing.block,
+        )
         self._kernels = kernels
         self._experts: dict[str, npt.NDArray[np.int64]] = {}
         self._slots: dict[str, torch.Tensor | None] = {}

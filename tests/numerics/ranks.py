@@ -23,7 +23,7 @@ from rl.algorithms.registry import build_algorithm, has_critic
 from rl.batch import TrainSample, pack
 from rl.learner import deepspeed as engine_module
 from rl.learner.balance import BalanceSettings
-from rl.learner.config import PlacementConfig, QuantizationConfig
+from rl.learner.config import ActivationCheckpointing, PlacementConfig, QuantizationConfig
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
 from rl.learner.streams import batch_logprobs
@@ -63,6 +63,7 @@ class Case:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,7 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
             value_lr=case.algorithm.value_lr if has_critic(case.algorithm) else None,
             quantization=case.quantization,
             placement=case.placement,
+            activation_checkpointing=case.activation_checkpointing,
         ),
         rendezvous,
     )

@@ -12,6 +12,7 @@ import yaml
 from rl import run_folder
 from rl.config import RunConfig
 from rl.config_check import ConfigError, flatten
+from rl.learner.config import ActivationCheckpointing
 from rl.machine import ProcessIdentity, current_process
 from rl.run_folder import RunFolder, RunResult, RunState
 
@@ -119,6 +120,7 @@ def test_what_only_says_how_the_run_is_carried_out_may_change(tmp_path: Path) ->
     RunFolder.open(config_in(tmp_path)).close()
     config = config_in(tmp_path, checkpoint_every=1)
     config.logging.project, config.rollout.num_workers, config.parity.max_abs_nats = "other", 1, 0.1
+    config.learner.activation_checkpointing = ActivationCheckpointing.block
     with RunFolder.open(config) as folder:
         assert folder.is_resumed
     assert set(flatten(RunConfig())) >= run_folder.FREE_TO_CHANGE
