@@ -59,6 +59,7 @@ FREE_TO_CHANGE: Final = frozenset(
         "learner.num_threads",
         "learner.call_deadline_s",
         "learner.keep_memory",
+        "learner.offload_optimizer",
         "learner.quantization.warn_still_rounds",
         "learner.placement.kind",
         "learner.placement.ranks_per_node",

@@ -91,7 +91,8 @@ class LearnerConfig:
     every layer out, too: a rank holds 1 / `expert_parallel` of them. `router_replay` trains the experts that the
     sampler used, as its trajectories record them. `activation_checkpointing` makes room for more `micro_batch_tokens`.
     With `keep_memory` a rank's process keeps what it frees for the next step (`rl/learner/allocator.py`), at the same
-    peak; without, it goes back to the system, and updates are slower.
+    peak; without, it goes back to the system, and updates are slower. `offload_optimizer` keeps gradients, moments and
+    the masters that are stepped in the memory of the CPU, for learners on GPUs.
     """
 
     num_ranks: int = 1
@@ -107,5 +108,6 @@ class LearnerConfig:
     weight_decay: float = 0.0
     call_deadline_s: float = 600.0
     keep_memory: bool = True
+    offload_optimizer: bool = False
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)

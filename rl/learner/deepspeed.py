@@ -37,6 +37,8 @@ class OptimizerSettings:
     weight_decay: float
     max_grad_norm: float
     zero_stage: int
+    offload: bool = False
+    """Gradients, moments and the masters that the optimizer steps are in the memory of the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +266,7 @@ def make_engine(
     experts: Collection[str],
 ) -> DeepSpeedEngine:
     """The engine of this rank; the arguments are those of `DeepSpeedEngine`."""
-    if ranks.num_ranks == 1:
+    if ranks.num_ranks == 1 and not settings.offload:
         return OneRankEngine(module, masters, settings)
     return DeepSpeedEngine(module, masters, settings, ranks, experts)
 
@@ -306,13 +308,16 @@ def _mark_experts(module: nn.Module, expert_parallel: int, experts: Sequence[nn.
 
 
 def _deepspeed_config(settings: OptimizerSettings) -> dict[str, Any]:
+    pinned = torch.cuda.is_available()
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": pinned}} if settings.offload else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "gradient_allreduce_op": "sum",
         "gradient_clipping": settings.max_grad_norm,
-        "zero_optimization": {"stage": settings.zero_stage},
+        "zero_optimization": {"stage": settings.zero_stage} | offload,
+        "zero_force_ds_cpu_optimizer": False,
         "optimizer": {
             "type": "AdamW",
             "params": {

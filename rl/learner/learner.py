@@ -103,6 +103,7 @@ class LearnerSpec:
                 weight_decay=settings.weight_decay,
                 max_grad_norm=settings.max_grad_norm,
                 zero_stage=settings.zero_stage,
+                offload=settings.offload_optimizer,
             ),
             start=start.resolve(),
             kernels=config.cluster.kernels,

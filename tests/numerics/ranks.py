@@ -49,6 +49,7 @@ class Case:
     samples: tuple[TrainSample, ...]
     expert_parallel: int = 1
     zero_stage: int = 1
+    offload: bool = False
     max_grad_norm: float = 1e9
     num_steps: int = 1
     lr: float = 1e-2
@@ -119,7 +120,12 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         LearnerSpec(
             model=case.model,
             optimizer=OptimizerSettings(
-                beta1=0.9, beta2=0.95, weight_decay=0.0, max_grad_norm=case.max_grad_norm, zero_stage=case.zero_stage
+                beta1=0.9,
+                beta2=0.95,
+                weight_decay=0.0,
+                max_grad_norm=case.max_grad_norm,
+                zero_stage=case.zero_stage,
+                offload=case.offload,
             ),
             start=case.start,
             num_threads=1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,3 +193,23 @@ def test_checkpoints_and_snapshots_do_not_tell_how_many_ranks_there_were(family:
     assert parity is not None
     assert parity.num_tokens == sum(len(one.targets_R) for one in recorded)
     assert (parity.max_abs_nats, parity.num_flipped_tokens) == (0.0, 0)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_an_offloaded_optimizer_makes_the_same_steps(zero_stage: int, tmp_path: Path):
+    config = MINI[Family.gpt_oss]
+    (tmp_path / "start").mkdir()
+    save_model(tmp_path / "start", config, dict(make_model(config).named_parameters()), {})
+    common: dict[str, Any] = {
+        "model": config, "start": tmp_path / "start", "samples": tuple(sample(i, 12 + i, config) for i in range(6)),
+        "expert_parallel": 2, "zero_stage": zero_stage, "num_steps": 3, "micro_batch_tokens": 30,
+    }  # fmt: skip
+    job = [Case(**common, name=f"{limit}-{offload}", max_grad_norm=limit, offload=offload) for limit in (1e9, 0.5)
+           for offload in (False, True)]  # fmt: skip
+    found = ranks.run(job, 2, tmp_path / "job")
+    for limit in (1e9, 0.5):
+        kept, offloaded = (found[f"{limit}-{offload}"] for offload in (False, True))
+        assert kept.grad_norms[0] > 0.5, "the control: the lower limit clips"
+        np.testing.assert_allclose(offloaded.grad_norms, kept.grad_norms, rtol=TOLERANCE)
+        assert_close(offloaded.masters, kept.masters)
+        assert_close(offloaded.moments, kept.moments)

@@ -28,10 +28,14 @@ def with_zero(make: MakeLearner, monkeypatch: pytest.MonkeyPatch, **changes: Any
     return learner
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("limit", [1e9, 0.05])
-def test_steps_are_those_of_zero(make: MakeLearner, monkeypatch: pytest.MonkeyPatch, zero_stage: int, limit: float):
+def test_steps_are_those_of_zero(
+    make: MakeLearner, monkeypatch: pytest.MonkeyPatch, zero_stage: int, limit: float, offload: bool
+):
     settings: dict[str, Any] = {"max_grad_norm": limit, "micro_batch_tokens": 30, "weight_decay": 0.1}
-    alone, partitioned = make(**settings), with_zero(make, monkeypatch, **settings, zero_stage=zero_stage)
+    alone = make(**settings)
+    partitioned = with_zero(make, monkeypatch, **settings, zero_stage=zero_stage, offload=offload)
     assert type(alone._engine) is OneRankEngine
     reports = [learner.update(STEPS, GRPO, LR) for learner in (alone, partitioned)]
     assert reports[0] is not None
