@@ -4,8 +4,8 @@
 
 Both run on the kernels that this machine resolves, in turns, so that a busy machine slows both. Memory is the growth of
 the peak resident size of a process of its own, whose malloc maps every buffer above 64 KiB: glibc keeps smaller ones
-than 32 MiB in a heap, which grows by the holes between them; those of a large model never lie in it. Prints nothing but
-an error unless loss and gradients of the two have the same bits; writes `results/recompute.<isa>.json`.
+than 32 MiB in a heap, which grows by the holes between them, and larger ones never. Prints nothing but an error unless
+loss and gradients of the two have the same bits; writes `results/recompute.<isa>.json`.
 """
 
 from __future__ import annotations
