@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -309,10 +309,22 @@ def _check_layout(where: str, packed: PackedTensor, format: Format, shape: tuple
         )
 
 
-def codes_changed(old: Mapping[str, PackedTensor], new: Mapping[str, PackedTensor]) -> dict[str, tuple[int, int]]:
-    """How much an update moved what the sampler sees: for each tensor, values whose published form changed, and all.
+class CodeChanges(NamedTuple):
+    """How much of one MXFP4 tensor differs between two versions: 4-bit codes, and the scale bytes of its blocks."""
 
-    An MXFP4 value has changed when its code or its block's scale byte differs; a bf16 value when its bits do.
+    num_codes_changed: int
+    num_codes: int
+    num_scales_changed: int
+    num_scales: int
+
+    @property
+    def is_still(self) -> bool:
+        """Whether both versions hold the same bytes."""
+        return not self.num_codes_changed and not self.num_scales_changed
+
+
+def codes_changed(old: Mapping[str, PackedTensor], new: Mapping[str, PackedTensor]) -> dict[str, CodeChanges]:
+    """How much an update moved each MXFP4 tensor; what is published in bf16 or fp32 has no codes.
 
     Raises:
         SnapshotError: The two sets of tensors differ in names or shapes.
@@ -322,13 +334,14 @@ def codes_changed(old: Mapping[str, PackedTensor], new: Mapping[str, PackedTenso
             f"codes_changed: both sides must hold the same parameters, got {len(old)} and {len(new)} tensors "
             "that differ in name or shape; compare versions of one model"
         )
-    return {name: (_num_changed(old[name], new[name]), int(np.prod(old[name].shape))) for name in old}
+    return {name: _changes(before, new[name]) for name, before in old.items() if before.format is Format.MXFP4}
 
 
-def _num_changed(old: PackedTensor, new: PackedTensor) -> int:
-    if old.format is not Format.MXFP4:
-        return int(np.count_nonzero((old.payload != new.payload).any(-1)))
-    differs = old.payload ^ new.payload
-    rescaled = (old.scales != new.scales)[..., None]
-    low, high = (differs & 0x0F != 0) | rescaled, (differs >> 4 != 0) | rescaled
-    return int(np.count_nonzero(low) + np.count_nonzero(high))
+def _changes(old: PackedTensor, new: PackedTensor) -> CodeChanges:
+    differs = old.payload ^ new.payload  # two codes a byte
+    return CodeChanges(
+        num_codes_changed=int(np.count_nonzero(differs & 0x0F) + np.count_nonzero(differs >> 4)),
+        num_codes=2 * old.payload.size,
+        num_scales_changed=int(np.count_nonzero(old.scales != new.scales)),
+        num_scales=old.scales.size,
+    )

@@ -33,6 +33,7 @@ from model.parallel.groups import Ranks
 from model.parallel.placement import ExpertPlacement
 from model.requantize import ClippedStraightThrough
 from model.snapshot import (
+    CodeChanges,
     Format,
     PackedTensor,
     StraightThrough,
@@ -160,8 +161,8 @@ class PublishedPolicy(nn.Module):
         """Whether the published bytes follow from the masters alone, so that a checkpoint need not hold them."""
         return self._requantizer.is_pure
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
-        """The packed bytes as version `version`, and (changed, all) codes of each tensor since the last snapshot.
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, CodeChanges]] | None:
+        """The packed bytes as version `version`, and what changed in each MXFP4 tensor since the last snapshot.
 
         On rank 0; `None` on the others, whose experts travel to it.
         """
