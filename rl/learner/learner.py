@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model.checkpoint import load_model, save_model
+from model.checkpoint import PUBLISHED_FOLDER, load_model, save_model
 from model.config import KernelChoice, ModelConfig
 from model.kernels.dispatch import resolve_kernels
 from model.moe_losses import DispatchTotals
@@ -48,7 +48,7 @@ from rl.learner.counted_file import load_counted, save_counted
 from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
 from rl.learner.placement import Placer, with_absolute_file
 from rl.learner.policy import PolicyOutput, PublishedPolicy
-from rl.learner.published import PUBLISHED_FOLDER, differing, load_published, save_published
+from rl.learner.published import differing, load_published, save_published
 from rl.learner.reference import Reference
 from rl.learner.streams import batch_logprobs, logprobs_and_entropies, row_entropies, token_streams
 from rl.learner.update_report import UpdateReport, UpdateTotals

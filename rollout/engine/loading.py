@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint import load_model, open_model
+from model.checkpoint import load_model, open_model, policy_folder
 from model.config import KernelChoice, ModelConfig
 from model.kernels.cpu.isa import Isa
 from model.kernels.dispatch import Kernels, resolve_kernels
@@ -56,7 +56,7 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
         raise EngineConfigError(f"engine: {problem}, got {path}; name the folder that holds its config.json")
     if config.load is LoadMode.mmap:
         return _load_mapped(path, config, chat_format)
-    loaded = load_model(path)
+    loaded = load_model(policy_folder(path) if config.precision is Precision.mxfp4 else path)
     published: Mapping[str, PackedTensor] | None = None
     values: Mapping[str, torch.Tensor] = {}
     if config.precision is Precision.mxfp4:
@@ -93,7 +93,7 @@ def _load_mapped(path: Path, config: EngineConfig, chat_format: ChatFormat | Non
             "auto on a machine with a compiler"
         )
     experts = MappedExperts(Isa(kernels.name.value), budget_bytes=config.expert_memory_bytes)
-    opened = open_model(path)
+    opened = open_model(policy_folder(path))
     return LoadedEngine(
         model=opened.config,
         published=spool(opened.weights),

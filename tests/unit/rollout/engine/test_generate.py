@@ -148,6 +148,19 @@ def test_published_bytes_run_as_they_are(folder, tmp_path):
     assert a.text == ""
 
 
+def test_a_checkpoint_with_the_bytes_trained_on_runs_those(folder, tmp_path):
+    trained_on = published_view({name: master * 1.5 for name, master in masters().items()})
+    (tmp_path / "published").mkdir()
+    save_model(tmp_path, CONFIG, masters(), {})
+    save_model(tmp_path / "published", CONFIG, trained_on, {})
+    settings = [{}, {"load": LoadMode.mmap}] if available_isas() else [{}]
+    for how in settings:
+        views = Engine.load(tmp_path, dataclasses.replace(SMALL, **how)).running_views()
+        assert all(np.array_equal(views[name], view(packed).numpy()) for name, packed in trained_on.items())
+    unquantized = Engine.load(tmp_path, dataclasses.replace(SMALL, precision=Precision.fp32)).running_views()
+    assert all(np.array_equal(unquantized[name], master.numpy()) for name, master in masters().items())
+
+
 def test_a_published_checkpoint_runs_too(tmp_path):
     config = dataclasses.replace(CONFIG, family=Family.mixtral, router_bias=False)
     (tmp_path / "hf").mkdir()
