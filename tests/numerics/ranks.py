@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from model.config import KernelChoice, ModelConfig
+from model.snapshot import PackedTensor
 from rl.algorithms.config import AlgorithmConfig
 from rl.algorithms.objective import Objective
 from rl.algorithms.registry import build_algorithm, has_critic
@@ -76,6 +77,7 @@ class Found:
     moments: dict[str, torch.Tensor]
     parity: ParityReport | None
     digests: dict[str, str]
+    published: dict[str, PackedTensor]
     num_own_parameters: int
     recorded: tuple[TrainSample, ...]
     terms: list[dict[str, float]]
@@ -155,6 +157,7 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         moments=moments,
         parity=parity,
         digests={} if snapshot is None else dict(snapshot[0].digests),
+        published={} if snapshot is None else dict(snapshot[0].tensors),
         num_own_parameters=sum(master.numel() for master in learner._policy.masters().values()),
         recorded=recorded,
         terms=[dict(r.terms) for r in reports],
