@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,24 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
     return LoadedEngine(
         model=loaded.config, published=published, values=values, text=_text(path, chat_format), kernels=kernels
     )
+
+
+def checked_path(path: object) -> Path:
+    """What was given as the folder of a checkpoint.
+
+    Raises:
+        EngineConfigError: It is no path, or a URL: an engine reads the tokenizer beside the weights, from a folder.
+    """
+    if not isinstance(path, str | os.PathLike) or isinstance(given := os.fspath(path), bytes):
+        raise EngineConfigError(
+            f"engine: a checkpoint must be given as a path, got {path!r}; name its folder as a text"
+        )
+    if "://" in given:
+        raise EngineConfigError(
+            f"engine: a checkpoint is loaded from a folder of this machine, got the URL {given}; download it, or "
+            "convert it with python -m model.export, which reads URLs"
+        )
+    return Path(given)
 
 
 def check_config(config: EngineConfig) -> None:
