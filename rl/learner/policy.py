@@ -96,6 +96,8 @@ class PublishedPolicy(nn.Module):
         self._views: dict[str, torch.Tensor] = {}
         self._inside: dict[str, torch.Tensor] = {}
         self._published: dict[str, PackedTensor] = {}
+        self._digests: dict[str, str] = {}
+        self._own_digests: dict[str, str] = {}
 
     def place(self, placement: ExpertPlacement) -> None:
         """Hold the experts that `placement` gives this rank; their masters and bytes are to be put in after that.
@@ -167,16 +169,26 @@ class PublishedPolicy(nn.Module):
         On rank 0; `None` on the others, whose experts travel to it.
         """
         packed = self.whole()
-        if packed is None:
+        snapshot = None if packed is None else make_snapshot(version, packed)
+        self._digests = {} if snapshot is None else dict(snapshot.digests)
+        self._own_digests = self._digests if self._ranks.num_ranks == 1 else _digests(self.packed)
+        if packed is None or snapshot is None:
             return None
         changed = codes_changed(self._published, packed) if self._published else {}
         self._published = packed
-        return make_snapshot(version, packed), changed
+        return snapshot, changed
 
     def digests(self) -> dict[str, str] | None:
-        """On rank 0, the digest of every tensor that the forward reads now (`model.snapshot.digest`)."""
+        """On rank 0, the digest of every tensor that the forward reads now (`model.snapshot.digest`).
+
+        Always of the bytes as they are now: each rank digests its own, and only where one of them differs from what
+        `snapshot` gathered are they gathered again.
+        """
+        own = _digests(self.packed)
+        if not int(self._ranks.total(torch.tensor(int(own != self._own_digests)))):
+            return dict(self._digests) if self._ranks.rank == 0 else None
         packed = self.whole()
-        return None if packed is None else {name: digest(name, tensor) for name, tensor in packed.items()}
+        return None if packed is None else _digests(packed)
 
     def view_differences(self, running: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, float]:
         """Largest absolute difference of each tensor that `running` holds differently from the view read here."""
@@ -253,3 +265,7 @@ class PublishedPolicy(nn.Module):
     def _as_computed(self, name: str, master: torch.Tensor) -> torch.Tensor:
         """A master in the dtype of the forward."""
         return master if tensor_format(name) is Format.FP32 else master.to(self._dtype)
+
+
+def _digests(packed: Mapping[str, PackedTensor]) -> dict[str, str]:
+    return {name: digest(name, tensor) for name, tensor in packed.items()}

@@ -27,6 +27,9 @@ ONLY_WITH = {
 }
 """Metrics that only a setting makes, and why."""
 
+ONLY_QUANTIZED = {"parity/mean_abs_nats", "parity/max_abs_nats"}
+"""Left out with learner.quantization.enabled=false: the two sides differ by the quantization, so none is compared."""
+
 ALL_SETTINGS = [
     "algorithm=ppo", "algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.01", "algorithm.importance=truncate",
     "cluster=local_ep2",
@@ -64,3 +67,23 @@ def test_a_run_writes_every_metric_that_is_declared(settings: list[str], absent:
     of_a_round = set(METRICS) - ONLY_AT_THE_START - EVERY_EVALUATION - absent - NOT_TOLD
     assert first == of_a_round | GREEDY_ALONE
     assert last == of_a_round | EVERY_EVALUATION
+
+
+def test_a_run_without_quantization_says_so_and_compares_no_logprobs(tmp_path: Path) -> None:
+    more = ["learner.quantization.enabled=false", "algorithm.importance=truncate"]
+    start, first, last = written(tmp_path, *more)
+    absent = ONLY_WITH.keys() - {"importance/mean", "importance/cut_frac"} | ONLY_QUANTIZED | NOT_TOLD
+    assert start == ONLY_AT_THE_START | EVERY_EVALUATION | EVERY_TIME
+    for names in (first, last):
+        assert names | EVERY_EVALUATION == set(METRICS) - ONLY_AT_THE_START - absent
+    _, *rounds = (row.values for row in read_metrics(tmp_path / "coding" / "metrics.jsonl"))
+    for values in rounds:
+        assert values["importance/mean"] != 1.0, "the control: sampler and learner run different weights"
+        assert values["codes_changed_frac"] > 0, "the masters' codes are published"
+        assert values["publish/bits_per_expert_param"] == 4.25
+    said = run_to_the_end(tmp_path, *SHORT, *more, "run.rounds=3")
+    assert "parity gate: compares the published bytes and no logprobs (learner.quantization.enabled=false)" in said
+    assert "resuming before round 3" in said
+    assert "parity not compared" in said
+    (checkpoint,) = (tmp_path / "coding" / "checkpoints").glob("round-000004")
+    assert not (checkpoint / "published").exists(), "the bytes follow from the masters"
