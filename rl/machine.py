@@ -95,6 +95,17 @@ def free_shared_memory_bytes() -> int:
     return psutil.disk_usage(str(shm)).free if shm.is_dir() else 0
 
 
+def peak_memory_bytes() -> int | None:
+    """The most memory that this process ever had resident; `None` where the kernel does not tell.
+
+    Not `ru_maxrss`: that of a child starts at its parent's.
+    """
+    for line in (_read(Path("/proc/self/status")) or "").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
     """A process, told apart from any other that had or will have its number.

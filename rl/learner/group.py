@@ -12,13 +12,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from model.snapshot import WeightSnapshot
+from model.snapshot import CodeChanges, WeightSnapshot
 from rl.algorithms.base import Loss
 from rl.batch import TrainSample
 from rl.learner.actor import LearnerActor
 from rl.learner.allocator import keeping_memory
 from rl.learner.deepspeed import Rendezvous
-from rl.learner.learner import LearnerSpec, UpdateReport
+from rl.learner.learner import LearnerSpec
+from rl.learner.update_report import UpdateReport
 from rl.parity import ParityReport
 from rollout.types import WeightVersion
 from rollout.waiting import StillWaitingError, as_they_finish
@@ -76,7 +77,7 @@ class LearnerGroup:
         """See `Learner.fit`."""
         return self._call("fit", "fit", samples, lr)
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, CodeChanges]]:
         """See `Learner.snapshot`."""
         return self._call("requantize", "snapshot", version)
 

@@ -9,6 +9,8 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from model.config import KernelChoice, ModelConfig
+from model.snapshot import PackedTensor
 from rl.algorithms.config import AlgorithmConfig
 from rl.algorithms.objective import Objective
 from rl.algorithms.registry import build_algorithm, has_critic
@@ -69,7 +72,11 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What rank 0 saw; of a step's loss the policy's, the balance and the z-loss. `moments` are AdamW's."""
+    """What rank 0 saw; of a step's loss the policy's, the balance and the z-loss. `moments` are AdamW's.
+
+    `digests` are those of the snapshot, `digests_again` what the learner tells after it, with that many gathers, and
+    `digests_damaged` what it tells once the last rank's part of `damaged_tensor` has another byte.
+    """
 
     losses: list[tuple[float, float, float]]
     grad_norms: list[float]
@@ -78,6 +85,10 @@ class Found:
     moments: dict[str, torch.Tensor]
     parity: ParityReport | None
     digests: dict[str, str]
+    published: dict[str, PackedTensor]
+    num_gathers: int
+    digests_again: dict[str, str]
+    digests_damaged: dict[str, str]
     num_own_parameters: int
     recorded: tuple[TrainSample, ...]
     terms: list[dict[str, float]]
@@ -155,6 +166,14 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         learner.save(case.save)
     masters = learner._gathered({name: master.detach().clone() for name, master in learner._policy.masters().items()})
     snapshot = learner.snapshot(WeightVersion(0))
+    with counted_gathers(learner) as gathers:
+        undamaged = learner.digests()
+    num_gathers = len(gathers)
+    own = learner._policy.packed[damaged_tensor(case.model)].payload.reshape(-1)
+    bits = rendezvous.rank == rendezvous.world_size - 1
+    own[0] ^= bits
+    damaged = learner.digests()
+    own[0] ^= bits
     return Found(
         losses=[(r.policy_loss, r.balance_loss, r.router_z_loss) for r in reports],
         grad_norms=[r.grad_norm for r in reports],
@@ -163,6 +182,10 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         moments=moments,
         parity=parity,
         digests={} if snapshot is None else dict(snapshot[0].digests),
+        published={} if snapshot is None else dict(snapshot[0].tensors),
+        num_gathers=num_gathers,
+        digests_again=undamaged or {},
+        digests_damaged=damaged or {},
         num_own_parameters=sum(master.numel() for master in learner._policy.masters().values()),
         recorded=recorded,
         terms=[dict(r.terms) for r in reports],
@@ -171,6 +194,20 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         rank_loads=[dict(r.rank_loads) for r in reports],
         expert_LS=learner._placer.placement.expert_LS,
     )
+
+
+def damaged_tensor(model: ModelConfig) -> str:
+    return f"model.layers.{model.moe_layers[-1]}.mlp.experts.down_proj"
+
+
+@contextmanager
+def counted_gathers(learner: Learner) -> Iterator[list[str]]:
+    """The names of the tensors that are gathered inside, in order."""
+    policy, names = learner._policy, list[str]()
+    original = policy.gather
+    policy.gather = lambda name, own: names.append(name) or original(name, own)
+    yield names
+    del policy.gather
 
 
 def scored(case: Case, parity: ParityReport) -> tuple[TrainSample, ...]:

@@ -130,6 +130,16 @@ def test_two_ranks_that_share_the_experts_out_are_one(runs: Runs, family: Family
     assert two["gradient"].num_own_parameters == whole - experts // 2
 
 
+def test_the_digests_of_what_was_published_need_no_gather_and_see_damage_on_any_rank(runs: Runs):
+    one, two = runs(QUICK, 2, 2, 1, "gradient")
+    for found in (one["gradient"], two["gradient"]):
+        assert found.digests_again == found.digests
+        assert found.num_gathers == 0
+        changed = {name for name, value in found.digests.items() if found.digests_damaged[name] != value}
+        assert changed == {ranks.damaged_tensor(MINI[QUICK])}
+        assert found.digests_damaged.keys() == found.digests.keys()
+
+
 ARRANGEMENTS = [
     *((family, 2, expert_parallel, stage) for family in MINI for expert_parallel, stage in ((1, 1), (2, 2))),
     (Family.qwen3_moe, 2, 1, 2),
