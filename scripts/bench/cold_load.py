@@ -182,7 +182,7 @@ def report(
 ) -> None:
     """Print the medians, and write them with all loads."""
     size, machine = ModelSize.of(CONFIG), machine_facts(1)
-    isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in machine.isa), "other")
+    isa = machine.column
     share = size.total[Part.experts] / size.num_total
     print(f"{isa}: {size.num_total:,} parameters, {share:.1%} in experts; dropped by {dropped_by}")
     forms: dict[str, dict[str, object]] = {}

@@ -30,6 +30,7 @@ from rl.batch import Batch, TrainSample, pack
 from rl.learner.config import ActivationCheckpointing
 from rl.learner.policy import PublishedPolicy
 from rl.learner.streams import batch_logprobs
+from rl.machine import peak_growth_bytes
 from rl.report import machine_facts
 
 ROOT = Path(__file__).parents[2]
@@ -98,15 +99,7 @@ def measure_memory(way: ActivationCheckpointing, layers: int, tokens: int, hidde
     torch.set_num_threads(1)
     work = Work(way, layers, hidden)
     work(SEQUENCE)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again: a process inherits its parent's
-    before = _status_bytes("VmRSS")
-    work(tokens)
-    print(_status_bytes("VmHWM") - before)
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+    print(peak_growth_bytes(lambda: work(tokens)))
 
 
 def main() -> int:
@@ -137,7 +130,7 @@ def main() -> int:
     ratio = statistics.median(one / other for one, other in zip(times[BLOCK], times[NONE], strict=True))
     memory, in_heap = ({way: growth_bytes(way, sizes, mapped=mapped) for way in works} for mapped in (True, False))
     machine = machine_facts(1)
-    isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in machine.isa), "other")
+    isa = machine.column
     told = ", ".join(
         f"{way} {medians[way]:.2f} s and {memory[way] / 2**20:.0f} MiB ({in_heap[way] / 2**20:.0f} with a heap)"
         for way in works

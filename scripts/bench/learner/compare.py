@@ -213,8 +213,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     machine = machine_facts(arguments.threads)
-    isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in machine.isa), "other")
-    path = arguments.output or ROOT / "results" / f"learner.{isa.lower()}.json"
+    path = arguments.output or ROOT / "results" / f"learner.{machine.column.lower()}.json"
     report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"models": {}}
     for name in arguments.models:
         settings = Settings(
