@@ -44,6 +44,9 @@ from model.transformer import parameter_shapes
 
 _OWN_FORMS = (Form.MASTER, Form.PUBLISHED)
 
+PUBLISHED_FOLDER = "published"
+"""In a checkpoint whose masters alone do not tell the bytes that were trained on: a folder of those bytes."""
+
 
 def save_model(
     folder: Path,
@@ -180,6 +183,16 @@ def open_model(source: str | os.PathLike[str]) -> OpenedModel:
         metadata=opened.metadata if opened.has_mxfp4 else None,
         notes=opened.notes,
     )
+
+
+def policy_folder(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Where the published bytes of the policy are that `source` holds: its folder of them, or else `source` itself.
+
+    Raises:
+        CheckpointError: As `is_native`.
+    """
+    inner = Path(source) / PUBLISHED_FOLDER
+    return inner if inner.is_dir() and is_native(source) else source
 
 
 def is_native(source: str | os.PathLike[str]) -> bool:

@@ -1,8 +1,9 @@
 """Convert a checkpoint: `python -m model.export SOURCE DEST --format {mxfp4,bf16,native,peft}`.
 
 SOURCE is a folder of this project (masters or published bytes), or a published checkpoint by path or URL. `mxfp4` is
-what the policy is: the gpt-oss layout for gpt-oss, compressed-tensors otherwise. `bf16` rounds the weights as they are
-stored, so of masters it is the unquantized network. `native` gives the fp32 masters that training starts from.
+what the policy is: the gpt-oss layout for gpt-oss, compressed-tensors otherwise. Where a checkpoint of a run keeps the
+bytes trained on beside its masters (stochastic rounding, hysteresis), it is those. `bf16` rounds the weights as they
+are stored, so of masters it is the unquantized network. `native` gives the fp32 masters that training starts from.
 
 A checkpoint of adapters (`learner.lora`) is merged with its base before it is written so; `peft` writes the adapters
 alone, as `adapter_config.json` and `adapter_model.safetensors`.
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from model.adapter_file import ADAPTERS_FILE, has_adapters
-from model.checkpoint import appearing_whole, load_model, open_model, partial_of, save_model
+from model.checkpoint import appearing_whole, load_model, open_model, partial_of, policy_folder, save_model
 from model.config import ConfigError
 from model.hf.files import Folder
 from model.hf.writer import MAX_SHARD_BYTES, HfFormat, save_hf
@@ -88,7 +89,8 @@ def _write(source: str, folder: Path, format: str, max_shard_bytes: int) -> tupl
         save_hf(folder, loaded.config, loaded.weights.items(), HfFormat(format), max_shard_bytes=max_shard_bytes)
         _copy_companions(source, folder)
         return ()
-    opened = open_model(source)
+    read = policy_folder(source) if format == HfFormat.MXFP4 else source
+    opened = open_model(read)
     save_hf(
         folder,
         opened.config,
@@ -98,7 +100,8 @@ def _write(source: str, folder: Path, format: str, max_shard_bytes: int) -> tupl
         metadata=opened.metadata,
         max_shard_bytes=max_shard_bytes,
     )
-    return opened.notes
+    told = () if read == source else (f"the bytes are those of {read}, which training read",)
+    return (*opened.notes, *told)
 
 
 def _copy_companions(source: str, folder: Path) -> None:

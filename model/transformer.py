@@ -23,6 +23,7 @@ from model.config import ConfigError, ModelConfig
 from model.kernels.dispatch import ExpertsForward, grouped_experts
 from model.layers import TORCH_DTYPE, Embedding, Linear, Mlp, Product, RMSNorm, project_logits
 from model.moe import MoE, Routing
+from model.recompute import recomputed
 from model.rope import RotationTable
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -85,10 +86,13 @@ class Backbone(nn.Module):
 class Transformer(nn.Module):
     """The policy. Parameters are fp32 and uninitialised until `init_weights` or a checkpoint fills them."""
 
-    def __init__(self, config: ModelConfig, *, experts: str = "eager", expert_parallel: int = 1) -> None:
+    def __init__(
+        self, config: ModelConfig, *, experts: str = "eager", expert_parallel: int = 1, recompute_blocks: bool = False
+    ) -> None:
         """Build the modules; `experts` names the version of the grouped expert MLP (`grouped_experts`).
 
-        With `expert_parallel` P, each layer has E / P experts: those of one rank (`model/parallel/groups.py`).
+        With `expert_parallel` P, each layer has E / P experts: those of one rank (`model/parallel/groups.py`). With
+        `recompute_blocks` a forward with gradient keeps the inputs of blocks alone (`model/recompute.py`).
 
         Raises:
             ConfigError: The configuration is invalid, the vocabulary size is not set yet, or P does not divide E.
@@ -109,6 +113,7 @@ class Transformer(nn.Module):
         self.model = Backbone(config, grouped_experts(experts), expert_parallel)
         self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.unembed: Product | None = None
+        self._recompute_blocks = recompute_blocks
         self._rotations = RotationTable(config.rotary_dim, config.rope)
 
     @property
@@ -134,10 +139,11 @@ class Transformer(nn.Module):
         """
         by_T1h = self._rotations(positions_T)
         x_TD = self.model.embed_tokens(ids_T)
+        run = recomputed if self._recompute_blocks and torch.is_grad_enabled() else Block.__call__
         routings: list[Routing] = []
         for layer in self.model.layers:
             replay_TK = None if replay_TLK is None or layer.is_dense else replay_TLK[:, len(routings)]
-            x_TD, routing = layer(x_TD, by_T1h, attend, replay_TK)
+            x_TD, routing = run(layer, x_TD, by_T1h, attend, replay_TK)
             if routing is not None:
                 routings.append(routing)
         return TransformerOutput(

@@ -50,7 +50,7 @@ from rl.shaping import KlReward, Shaping
 from rl.start_model import with_vocabulary
 from rl.still import StillWatch
 from rl.tracking import Tracker, new_run_id, resolve_mode
-from rl.warm_start import StartPlan, plan_start, warm_start
+from rl.warm_start import StartPlan, last_loss, plan_start, warm_start
 from rollout.pool import RolloutPool
 from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer
 from rollout.types import WeightVersion
@@ -315,7 +315,7 @@ def _rounds(stack: ExitStack, ready: _Ready, start: _Start, pool: RolloutPool) -
     if not before_file.is_file():
         with recorder.stage("evaluate"):
             evaluations = evaluator.full()
-        recorder.record_start(evaluations)
+        recorder.record_start(evaluations, last_loss(start.plan.folder))
         before = evaluator.held_out(evaluations)
         before.save(before_file)
         tracker.log_table("episodes/before", EPISODE_COLUMNS, episode_rows(before.episodes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -165,13 +165,16 @@ _UNBOUNDED_BELOW: Final = {"custom", "cispo"}
 _SECTIONS_WITH_TARGET: Final = ("env", "reward", "algorithm")
 
 
-def check(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> None:
+def check(config: RunConfig, names: Mapping[str, tuple[str, ...]], default_of: Callable[[str], str]) -> None:
     """Check all values of a configuration; `names` are the built-in parts of each section that has some.
+
+    `default_of` tells what a full key would be without the user's override, as it is written on the command line
+    (`rl.overrides.default_of`).
 
     Raises:
         ConfigError: one line about the first problem.
     """
-    for problem in _problems(config, names):
+    for problem in _problems(config, names, default_of):
         raise ConfigError(problem)
     try:
         config.model.validate()
@@ -183,12 +186,14 @@ def check(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> None:
         raise ConfigError(str(error).partition("\n")[0]) from error
 
 
-def _problems(config: RunConfig, names: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    yield from _out_of_range(config)
+def _problems(
+    config: RunConfig, names: Mapping[str, tuple[str, ...]], default_of: Callable[[str], str]
+) -> Iterator[str]:
+    yield from _out_of_range(config, default_of)
     yield from _bad_run_name(config)
     yield from _bad_targets(config, names)
     yield from _unread(config)
-    yield from _at_odds(config)
+    yield from _at_odds(config, default_of)
     yield from _missing_files(config)
 
 
@@ -205,7 +210,7 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _out_of_range(config: RunConfig) -> Iterator[str]:
+def _out_of_range(config: RunConfig, default_of: Callable[[str], str]) -> Iterator[str]:
     for key, value in flatten(config).items():
         if isinstance(value, bool) or not isinstance(value, int | float) or key.startswith("model."):
             continue  # the model checks itself
@@ -215,8 +220,8 @@ def _out_of_range(config: RunConfig) -> Iterator[str]:
             yield f"{key}: {problem}, got {value}; {remedy}"
 
 
-def default_of(key: str) -> Any:
-    """The default that the dataclasses give a full key."""
+def dataclass_default(key: str) -> Any:
+    """The default that the dataclasses give a full key; the files of conf/ may compose another one."""
     return flatten(RunConfig())[key]
 
 
@@ -247,7 +252,7 @@ def _unread(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.{knob}: {why}, got {getattr(config.algorithm, knob)}; {remedy}"
 
 
-def _at_odds(config: RunConfig) -> Iterator[str]:
+def _at_odds(config: RunConfig, default_of: Callable[[str], str]) -> Iterator[str]:
     """Values that are fine alone and not together."""
     env, rollout, learner = config.env, config.rollout, config.learner
     if config.algorithm.name not in _SINGLE_EPISODES and rollout.group_size < 2:

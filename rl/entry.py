@@ -102,7 +102,7 @@ def _main(run_one: Callable[[RunConfig], Any], module: str, argv: Sequence[str])
     jobs = overrides.expand(given)
     notes: dict[str, None] = {}
     for job in jobs:
-        config = checked(overrides.compose_run(job, folders=folders))
+        config = checked(overrides.compose_run(job, folders=folders), job, folders)
         notes |= dict.fromkeys(config_check.preflight(config))
     for note in notes:
         say(note)
@@ -111,7 +111,7 @@ def _main(run_one: Callable[[RunConfig], Any], module: str, argv: Sequence[str])
     outcomes: list[sweep.JobOutcome] = []
 
     def run_job(composed: DictConfig) -> None:
-        config = checked(overrides.to_run_config(composed))
+        config = checked(overrides.to_run_config(composed), given, folders)
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             job = sweep.Job.of(config, HydraConfig.get().overrides.task, given)
             say(f"job {len(outcomes) + 1} of {len(jobs)}: {job.title}")
@@ -136,13 +136,19 @@ def _main(run_one: Callable[[RunConfig], Any], module: str, argv: Sequence[str])
     return EXIT_OK
 
 
-def checked(config: RunConfig) -> RunConfig:
-    """The configuration, after all checks that do not look at this machine's resources."""
+def checked(
+    config: RunConfig, given: Sequence[str] = (), folders: Sequence[Path] = (overrides.CONF_FOLDER,)
+) -> RunConfig:
+    """The configuration, after all checks that do not look at this machine's resources; `given` composed it."""
+
+    def default_of(key: str) -> str:
+        return overrides.default_of(key, given, folders=folders, instead_of=config_check.flatten(config)[key])
+
     try:
         adopt_checkpoint(config)
     except model_config.ConfigError as error:
         raise ConfigError(str(error)) from error
-    config_check.check(config, overrides.group_options())
+    config_check.check(config, overrides.group_options(), default_of)
     from envs.base import EnvError  # the environments take a moment to import, and most mistakes are found by now
     from envs.extension import ExtensionError
     from envs.registry import build_tasks, check_env_config
@@ -263,12 +269,13 @@ def help_text(module: str, folders: Sequence[Path] = (overrides.CONF_FOLDER,)) -
         "Groups",
         *(f"  {group + '=':<12}{', '.join(options)}" for group, options in groups.items()),
         "",
-        "Keys and their defaults (the groups' files in conf/ may set others; --cfg job shows what a run would use)",
+        "Keys and their defaults (another option of a group may set others; --cfg job shows what a run would use)",
     ]
+    defaults = config_check.flatten(overrides.compose_run([], folders=folders))
     for section, keys in overrides.sections().items():
         summary = (inspect.getdoc(_class_of(section)) or "").partition("\n")[0]
         lines += ["", f"  {section}: {summary}"]
-        lines += [f"    {key} = {overrides.shown(config_check.default_of(key))}" for key in keys]
+        lines += [f"    {key} = {overrides.shown(defaults[key])}" for key in keys]
     lines += [
         "",
         "Flags",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +94,29 @@ def free_shared_memory_bytes() -> int:
     """Free bytes of /dev/shm, where Ray keeps its object store; 0 without one."""
     shm = Path("/dev/shm")
     return psutil.disk_usage(str(shm)).free if shm.is_dir() else 0
+
+
+def peak_memory_bytes() -> int | None:
+    """The most memory that this process ever had resident; `None` where the kernel does not tell.
+
+    Not `ru_maxrss`: that of a child starts at its parent's.
+    """
+    return _status_bytes("VmHWM")
+
+
+def peak_growth_bytes(call: Callable[[], object]) -> int:
+    """Growth of the peak resident size during `call`; make a small one before, for what a first call loads (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again: a process inherits its parent's
+    before = _status_bytes("VmRSS") or 0
+    call()
+    return (_status_bytes("VmHWM") or 0) - before
+
+
+def _status_bytes(field: str) -> int | None:
+    for line in (_read(Path("/proc/self/status")) or "").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,8 +97,8 @@ METRICS: Mapping[str, MetricInfo] = {
         _info("experts/dead", "experts", _LOWER, "Experts that no token of the round chose, summed over layers"),
         _info("expert_load/rank_max_over_mean", "", _LOWER, "Choices of the heaviest rank over the mean, layers' mean"),
         _info("expert_load/rank_max_over_mean_contiguous", "", _NEITHER, "The same, were all experts in their order"),
-        _info("codes_changed_frac", "frac", _NEITHER, "MXFP4 codes that differ from the previous weight version"),
-        _info("scales_changed_frac", "frac", _NEITHER, "MXFP4 scales that differ from the previous weight version"),
+        _info("codes_changed_frac", "frac", _NEITHER, "MXFP4 codes (4 bits) that differ from the previous version"),
+        _info("scales_changed_frac", "frac", _NEITHER, "MXFP4 block scales that differ from the previous version"),
         _info("publish/bytes", "bytes", _LOWER, "Bytes of the published weights that travelled to one rollout worker"),
         _info("publish/bits_per_expert_param", "bits", _LOWER, "Bits that travelled for one expert parameter"),
         _info("parity/mean_abs_nats", "nats", _LOWER, "Mean |behavior - learner| logprob before the update"),
@@ -120,7 +120,7 @@ METRICS: Mapping[str, MetricInfo] = {
         _info("episodes/tampered", "episodes", _LOWER, "Episodes that broke the grader's protocol; they score 0"),
         _info("episodes/mean_turns", "turns", _NEITHER, "Mean turns an episode"),
         _info("time/round_s", "s", _LOWER, "Wall time of the whole round, stages and what lies between them"),
-        _info("memory/peak_bytes", "bytes", _LOWER, "Peak resident memory of the learner process"),
+        _info("memory/peak_bytes", "bytes", _LOWER, "Peak resident memory of a learner rank until now, largest rank"),
     )
 }  # fmt: skip
 """Every metric of the framework itself."""
@@ -130,7 +130,7 @@ PREFIXES: Mapping[str, MetricInfo] = {
     for info in (
         _info("reward/", "", _HIGHER, "Mean score of one named node of the reward tree"),
         _info("time/", "s", _LOWER, "Wall time of one stage of the round; the name ends in _s"),
-        _info("codes_changed/", "frac", _NEITHER, "Expert codes of one layer that differ from the previous version"),
+        _info("codes_changed/", "frac", _NEITHER, "MXFP4 codes of one layer that differ from the previous version"),
         _info("custom/", "", _NEITHER, "A metric of a user's own environment, reward or algorithm"),
     )
 }

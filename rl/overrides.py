@@ -9,6 +9,7 @@ composes (types, broken YAML) is turned into the same kind of line by `explain`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -35,7 +36,7 @@ from omegaconf.errors import (
 )
 
 from rl.config import RunConfig
-from rl.config_check import ConfigError, default_of
+from rl.config_check import ConfigError, dataclass_default, flatten
 
 CONF_FOLDER: Final = Path(__file__).resolve().parent.parent / "conf"
 CONFIG_NAME: Final = "config"
@@ -235,19 +236,56 @@ def compose_run(overrides: Sequence[str], *, folders: Sequence[Path] = (CONF_FOL
     Raises:
         ConfigError: one line about whatever Hydra or OmegaConf found.
     """
-    search = [f"file://{folder.resolve()}" for folder in folders if folder != CONF_FOLDER]
-    extra = [f"hydra.searchpath={search}"] if search else []
     try:
-        with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
-            composed = compose(CONFIG_NAME, [*overrides, *extra], return_hydra_config=True)
-            choices = dict(composed.hydra.runtime.choices)
-            with open_dict(composed):
-                del composed["hydra"]
-            config = to_run_config(composed)
+        config, choices = _compose(overrides, folders)
     except COMPOSITION_ERRORS as error:
-        raise explain(error, overrides) from error
+        raise explain(error, overrides, folders=folders) from error
     _check_names(config, choices)
     return config
+
+
+def _compose(overrides: Sequence[str], folders: Sequence[Path]) -> tuple[RunConfig, dict[str, str]]:
+    """The configuration, and the option of each group; whatever Hydra or OmegaConf finds is raised as it is."""
+    search = [f"file://{folder.resolve()}" for folder in folders if folder != CONF_FOLDER]
+    extra = [f"hydra.searchpath={search}"] if search else []
+    with initialize_config_dir(str(CONF_FOLDER), version_base="1.3"):
+        composed = compose(CONFIG_NAME, [*overrides, *extra], return_hydra_config=True)
+        choices = dict(composed.hydra.runtime.choices)
+        with open_dict(composed):
+            del composed["hydra"]
+        return to_run_config(composed), choices
+
+
+def default_of(
+    key: str, overrides: Sequence[str] = (), *, folders: Sequence[Path] = (CONF_FOLDER,), instead_of: Any = None
+) -> str:
+    """What a full key would be had the user not set it, as it is written on the command line.
+
+    That is what the files compose with all of `overrides` but those of the key. Where `instead_of`, the value that is
+    refused, comes from one of these files, it is what the shipped ones compose without it.
+    """
+    others = [text for text in overrides if not _sets(text, key)]
+    options = [text for text in others if parse(text).key_or_group in group_options(folders)]
+    shipped = [text for text in options if parse(text).key_or_group != EXPERIMENT]
+    for kept in (others, options, shipped, ()):
+        with contextlib.suppress(*COMPOSITION_ERRORS):  # a mistake in another key, or in a file
+            value = flatten(_compose(kept, folders)[0])[key]
+            if value != instead_of:
+                return shown(value)
+    return shown(dataclass_default(key))
+
+
+def _sets(text: str, key: str) -> bool:
+    """Whether an override sets this key, itself or within a section."""
+    override = parse(text)
+    rest, value = key.removeprefix(override.key_or_group), override.value()
+    if rest and not rest.startswith("."):
+        return False
+    for name in rest.split(".")[1:]:
+        if not isinstance(value, dict) or name not in value:
+            return False
+        value = value[name]
+    return True
 
 
 def _check_names(config: RunConfig, choices: Mapping[str, str]) -> None:
@@ -275,7 +313,9 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     return config
 
 
-def explain(error: Exception, overrides: Sequence[str] = ()) -> ConfigError:
+def explain(
+    error: Exception, overrides: Sequence[str] = (), *, folders: Sequence[Path] = (CONF_FOLDER,)
+) -> ConfigError:
     """One line that says what Hydra, OmegaConf or the YAML parser found, with the remedy."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
@@ -302,7 +342,7 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> ConfigError:
         return ConfigError(f"{key}: cannot be resolved, got {problem}; name an existing key or give the value itself")
     if key not in leaves():
         return ConfigError(f"{key}: is a section{where}, got {value or 'no value'}; set one of its keys")
-    wanted, default = describe_type(leaves()[key]), shown(default_of(key))
+    wanted, default = describe_type(leaves()[key]), default_of(key, overrides, folders=folders)
     return ConfigError(f"{key}: must be {wanted}{where}, got {value or 'no value'}; the default is {default}")
 
 

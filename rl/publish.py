@@ -6,13 +6,14 @@ from the learner's for a reason, so that the gate compares bytes alone.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.snapshot import WeightSnapshot
+from model.snapshot import CodeChanges, Format, WeightSnapshot
 from rl.batch import TrainSample
 from rl.held_back import HeldBack
 from rl.learner.group import LearnerGroup
@@ -27,28 +28,45 @@ _EXPERT_LAYER = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(?:gate_up|down
 class Published:
     """What the learner published, and the bytes that were sent to each worker for it (0: what is due runs already).
 
-    `codes_changed` counts (changed, all) of each tensor since the version before.
+    `bits_per_expert_param` are those of them that carry experts, over the parameters of all experts. `codes_changed`
+    are the changes of each MXFP4 tensor since the version before; nothing for the first version.
     """
 
     version: WeightVersion
     num_bytes: int
-    codes_changed: Mapping[str, tuple[int, int]]
+    bits_per_expert_param: float
+    codes_changed: Mapping[str, CodeChanges]
 
     @property
     def codes_changed_frac(self) -> float:
-        """Changed share of all codes; 0 for the first version."""
-        total = sum(count for _, count in self.codes_changed.values())
-        return sum(changed for changed, _ in self.codes_changed.values()) / total if total else 0.0
+        """Changed share of all 4-bit codes; 0 for the first version."""
+        changes = self.codes_changed.values()
+        return _frac(sum(each.num_codes_changed for each in changes), sum(each.num_codes for each in changes))
+
+    @property
+    def scales_changed_frac(self) -> float:
+        """Changed share of all block scales; 0 for the first version."""
+        changes = self.codes_changed.values()
+        return _frac(sum(each.num_scales_changed for each in changes), sum(each.num_scales for each in changes))
 
     @property
     def codes_changed_by_layer(self) -> dict[int, float]:
-        """Changed share of the expert codes of each layer; empty for the first version."""
+        """Changed share of the 4-bit codes of each layer; empty for the first version."""
         counts: dict[int, tuple[int, int]] = {}
-        for name, (changed, total) in self.codes_changed.items():
+        for name, changes in self.codes_changed.items():
             if (found := _EXPERT_LAYER.match(name)) is not None:
-                before = counts.get(layer := int(found[1]), (0, 0))
-                counts[layer] = (before[0] + changed, before[1] + total)
+                changed, total = counts.get(layer := int(found[1]), (0, 0))
+                counts[layer] = (changed + changes.num_codes_changed, total + changes.num_codes)
         return {layer: changed / total for layer, (changed, total) in counts.items()}
+
+
+def _frac(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _bits_per_expert_param(snapshot: WeightSnapshot) -> float:
+    experts = [packed for packed in snapshot.tensors.values() if packed.format is Format.MXFP4]
+    return _frac(8 * sum(e.num_bytes for e in experts), sum(math.prod(e.shape) for e in experts))
 
 
 class Publisher:
@@ -70,7 +88,12 @@ class Publisher:
         if is_new:
             self._send(due)
         self.version = version
-        return Published(version=version, num_bytes=due.num_bytes if is_new else 0, codes_changed=changed)
+        return Published(
+            version=version,
+            num_bytes=due.num_bytes if is_new else 0,
+            bits_per_expert_param=_bits_per_expert_param(due) if is_new else 0.0,
+            codes_changed=changed,
+        )
 
     @contextmanager
     def newest(self) -> Iterator[None]:

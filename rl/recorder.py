@@ -15,7 +15,7 @@ import numpy as np
 
 from rl.advantage import Credit
 from rl.evaluate import Evaluation, is_passed
-from rl.learner.learner import UpdateReport
+from rl.learner.update_report import UpdateReport
 from rl.metrics import MetricsLog, eval_metrics, stage_time
 from rl.parity import ParityReport
 from rl.progress import Progress
@@ -85,9 +85,11 @@ class Recorder:
             held_out=None if held_out is None else f"{held_out:.1%}",
         )
 
-    def record_start(self, evaluations: Sequence[Evaluation]) -> None:
-        """Write round 0: the start, before reinforcement learning."""
+    def record_start(self, evaluations: Sequence[Evaluation], warm_start_loss: float | None = None) -> None:
+        """Write round 0: the start, before reinforcement learning. `warm_start_loss` is `None` for a given model."""
         values = self._times()
+        if warm_start_loss is not None:
+            values["loss/warm_start"] = warm_start_loss
         for evaluation in evaluations:
             values |= evaluation_metrics(evaluation)
         self._write(0, values)
@@ -139,7 +141,9 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
         "tokens_per_s": num_sampled / rollout_s if rollout_s else 0.0,
         "lr": facts.lr,
         "codes_changed_frac": facts.published.codes_changed_frac,
+        "scales_changed_frac": facts.published.scales_changed_frac,
         "publish/bytes": float(facts.published.num_bytes),
+        "publish/bits_per_expert_param": facts.published.bits_per_expert_param,
     }
     values |= {f"codes_changed/layer_{layer}": frac for layer, frac in facts.published.codes_changed_by_layer.items()}
     if facts.credit.explained_variance is not None:
@@ -182,6 +186,7 @@ def _update_metrics(facts: RoundFacts) -> dict[str, float]:
         "loss/router_z": facts.router_z_coef * update.router_z_loss,
         **update.terms,
     }
+    memory = {} if update.peak_bytes is None else {"memory/peak_bytes": float(update.peak_bytes)}
     return {
         **losses,
         "loss/total": sum(losses.values()),
@@ -193,6 +198,7 @@ def _update_metrics(facts: RoundFacts) -> dict[str, float]:
         "expert_load/max_frac": float(update.expert_load_LE.max()),
         "expert_load/min_frac": float(update.expert_load_LE.min()),
         "experts/dead": float((update.expert_load_LE == 0).sum()),
+        **memory,
         **update.rank_loads,
         **update.watched,
     }

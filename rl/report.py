@@ -127,6 +127,11 @@ class MachineFacts:
     torch_threads: int
     memory_bytes: int
 
+    @property
+    def column(self) -> str:
+        """The widest of the instruction sets that results have a file or a column for."""
+        return next((name for name in ("AMX", "AVX-512", "AVX2") if name in self.isa), "other")
+
 
 def machine_facts(torch_threads: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> MachineFacts:
     """The facts of this machine, from the operating system."""

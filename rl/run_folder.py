@@ -33,7 +33,7 @@ from typing import Any, Final
 import yaml
 
 from rl.config import RunConfig
-from rl.config_check import ConfigError, default_of, flatten
+from rl.config_check import ConfigError, dataclass_default, flatten
 from rl.machine import ProcessIdentity, current_process
 
 FREE_TO_CHANGE: Final = frozenset(
@@ -55,8 +55,11 @@ FREE_TO_CHANGE: Final = frozenset(
         "learner.num_ranks",
         "learner.expert_parallel",
         "learner.zero_stage",
+        "learner.activation_checkpointing",
         "learner.num_threads",
         "learner.call_deadline_s",
+        "learner.keep_memory",
+        "learner.offload_optimizer",
         "learner.quantization.warn_still_rounds",
         "learner.placement.kind",
         "learner.placement.ranks_per_node",
@@ -69,6 +72,7 @@ FREE_TO_CHANGE: Final = frozenset(
 
 _FREE_SECTIONS: Final = ("cluster.", "logging.", "parity.")
 _ROUNDS: Final = "run.rounds"
+_UNKNOWN: Final = object()
 _TEMP_PREFIX: Final = "rl-"
 _TEMP_ROOT: Final = Path("/tmp")  # AF_UNIX paths hold 107 bytes, and Ray appends some 60 of them
 
@@ -325,7 +329,9 @@ def _release(path: Path, lock: int) -> None:
 
 
 def compare(path: Path, config: RunConfig, rounds_done: int) -> dict[str, list[Any]]:
-    """Changes against the folder's configuration, as key: [then, now]; a key that was unknown then had its default.
+    """Changes against the folder's configuration, as key: [then, now].
+
+    A key that was unknown then stood for its dataclass's default: what today's conf/ composes came later.
 
     Raises:
         ConfigError: a change that would make it another run, by name and with both values.
@@ -339,9 +345,12 @@ def compare(path: Path, config: RunConfig, rounds_done: int) -> dict[str, list[A
             f"{path / 'config.yaml'}: must be the run's configuration, got {' '.join(str(error).split())[:80]}; "
             "restore it, or choose another run.name"
         ) from error
-    changes: dict[str, list[Any]] = {}
+    changes, unknown = dict[str, list[Any]](), set[str]()
     for key, value in flatten(config).items():
         then, now = _stored_value(stored, key), plain(value)
+        if then is _UNKNOWN:
+            then = plain(dataclass_default(key))
+            unknown.add(key)
         if then != now:
             changes[key] = [then, now]
     for key, (then, now) in changes.items():
@@ -354,8 +363,9 @@ def compare(path: Path, config: RunConfig, rounds_done: int) -> dict[str, list[A
                     "run.name"
                 )
             continue
+        started = f"without this key, which meant {then}" if key in unknown else f"with {then}"
         raise ConfigError(
-            f"{key}: {path} was started with {then}, got {now}; put it back to go on with that run, or choose another "
+            f"{key}: {path} was started {started}, got {now}; put it back to go on with that run, or choose another "
             "run.name for a new one"
         )
     return changes
@@ -365,7 +375,7 @@ def _stored_value(stored: Any, key: str) -> Any:
     node = stored
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:
-            return plain(default_of(key))
+            return _UNKNOWN
         node = node[part]
     return node
 

@@ -1,6 +1,6 @@
-"""Says, once, that updates no longer reach the policy: no MXFP4 code of any expert has changed for several rounds.
+"""Says, once, that updates no longer reach the experts: no MXFP4 code or scale has changed for some rounds.
 
-At small learning rates an update moves the masters and none of their codes, so the sampled policy stays what it was.
+At small learning rates an update moves the masters and none of their codes, so the sampled experts stay what they were.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from model.snapshot import Format, tensor_format
+from model.snapshot import CodeChanges
 
 
 @dataclass(slots=True)
 class StillWatch:
-    """Counts rounds in a row with an update and without a changed code; a resumed run counts anew."""
+    """Counts rounds in a row with an update and without a changed code or scale; a resumed run counts anew."""
 
     num_rounds: int
     """After how many it says so; 0: never."""
     _num_still: int = 0
 
-    def observe(self, codes_changed: Mapping[str, tuple[int, int]]) -> str | None:
-        """Take the (changed, all) codes of every tensor after a round with an update; the warning when it is due."""
+    def observe(self, codes_changed: Mapping[str, CodeChanges]) -> str | None:
+        """Take what a round with an update changed in each MXFP4 tensor; the warning when it is due."""
         if not self.num_rounds:
             return None
-        changed = sum(count for name, (count, _) in codes_changed.items() if tensor_format(name) is Format.MXFP4)
-        self._num_still = 0 if changed else self._num_still + 1
+        is_still = bool(codes_changed) and all(changes.is_still for changes in codes_changed.values())
+        self._num_still = self._num_still + 1 if is_still else 0
         if self._num_still != self.num_rounds:
             return None
         self.num_rounds = 0

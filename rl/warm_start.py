@@ -13,8 +13,9 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -47,6 +48,9 @@ _RECIPE_VERSION = 1
 
 _NUM_HASHED_SCRIPTS = 64
 """So many demonstrations stand for all: they are drawn by the same code."""
+
+_LOSS_FILE = "warm_start.json"
+"""In the folder of a start that was made here: the cross entropy of its last step, in nats a token."""
 
 _FREE = {"cache", "checkpoint", "checkpoint_every"}
 
@@ -130,6 +134,12 @@ def warm_start(
         shutil.rmtree(work)
 
 
+def last_loss(folder: Path) -> float | None:
+    """Cross entropy of the last step, nats a token, of the start in `folder`; `None` when no warm start made it."""
+    file = folder / _LOSS_FILE
+    return float(json.loads(file.read_text())["last_loss"]) if file.is_file() else None
+
+
 def _fit(
     config: RunConfig, plan: StartPlan, work: Path, samples: list[TrainSample], num_threads: int, progress: Progress
 ) -> None:
@@ -161,7 +171,7 @@ def _fit(
     )
     progress.stage("warm start: building the learner")
     with LearnerGroup(spec, num_ranks=1, deadline_s=config.learner.call_deadline_s) as learner:
-        first = 0
+        first, loss = 0, math.nan
         saved = max(work.glob("step-*"), default=None)
         if saved is not None:
             verify_seal(saved)
@@ -176,14 +186,18 @@ def _fit(
             if (step + 1) % settings.checkpoint_every == 0 and step + 1 < settings.steps:
                 _save(learner, work, f"step-{step + 1:06d}")
         progress.end_phase()
-        _save(learner, work, "start", tokenizer=work / TOKENIZER_FILE)
+        result = {
+            TOKENIZER_FILE: (work / TOKENIZER_FILE).read_bytes(),
+            _LOSS_FILE: json.dumps({"last_loss": loss}).encode(),
+        }
+        _save(learner, work, "start", result)
 
 
-def _save(learner: LearnerGroup, work: Path, name: str, tokenizer: Path | None = None) -> None:
+def _save(learner: LearnerGroup, work: Path, name: str, more: Mapping[str, bytes] | None = None) -> None:
     staging = _fresh(work / f".{name}")
     learner.save(staging.resolve())
-    if tokenizer is not None:
-        shutil.copy(tokenizer, staging / TOKENIZER_FILE)
+    for file, content in (more or {}).items():
+        (staging / file).write_bytes(content)
     seal(staging)
     publish_folder(staging, work / name)
     for older in work.glob("step-*"):

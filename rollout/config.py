@@ -60,9 +60,9 @@ class EngineConfigError(ValueError):
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
-def chosen(kind: type[_Choice], key: str, value: str) -> _Choice:
+def chosen(kind: type[_Choice], key: str, value: object) -> _Choice:
     """The member of `kind` that `value` is or spells. Raises EngineConfigError when there is none."""
-    if value not in {*kind}:
+    if not isinstance(value, str) or value not in {*kind}:
         raise EngineConfigError(f"engine.{key}: no such choice, got {value!r}; choose one of {', '.join(kind)}")
     return kind(value)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType, Protocol, TypeAlias
+from typing import Any, NewType, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -152,8 +152,12 @@ class SamplingParams:
             raise TrajectoryError(f"top_p: must be above 0 and at most 1, got {self.top_p}; use 1 for all tokens")
         if not 0 <= self.min_p <= 1:
             raise TrajectoryError(f"min_p: must lie in 0..1, got {self.min_p}; use 0 for all tokens")
+        _check_members("stop", self.stop, str, "texts")
+        _check_members("stop_ids", self.stop_ids, numbers.Integral, "token ids (whole numbers)")
         if "" in self.stop:
             raise TrajectoryError("stop: a stop string must have text, got an empty one; leave it out")
+        if min(self.stop_ids, default=0) < 0:
+            raise TrajectoryError(f"stop_ids: must not be negative, got {min(self.stop_ids)}; leave it out")
 
     @property
     def is_cut(self) -> bool:
@@ -164,6 +168,14 @@ class SamplingParams:
 def _check_number(name: str, value: object, kind: type, wanted: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise TrajectoryError(f"{name}: must be {wanted}, got {value!r}; give it without quotes")
+
+
+def _check_members(name: str, values: object, kind: type, wanted: str) -> None:
+    if not isinstance(values, Collection) or isinstance(values, str | bytes | Mapping):
+        raise TrajectoryError(f"{name}: must be a list of {wanted}, got {values!r}; put a single one into a list")
+    for value in cast("Collection[object]", values):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TrajectoryError(f"{name}: must hold {wanted} only, got {value!r}; leave it out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

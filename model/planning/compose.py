@@ -56,9 +56,10 @@ def compose(arguments: Sequence[str]) -> PlanRun:
             f"{', '.join(presets())}"
         )
     composed = OmegaConf.merge(OmegaConf.structured(PlanRun), {_GROUP: _preset(chosen[0].partition("=")[2])})
+    preset = dict(_leaves(OmegaConf.to_object(composed), ""))
     for argument in arguments:
         if argument not in chosen:
-            composed = _override(composed, argument)
+            composed = _override(composed, argument, preset)
     try:
         run = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -78,7 +79,8 @@ def _preset(name: str) -> Any:
     return values.get(_GROUP, values)  # a preset with more than a shape sets its other sections beside `model`
 
 
-def _override(composed: Any, argument: str) -> DictConfig:
+def _override(composed: Any, argument: str, preset: dict[str, Any]) -> DictConfig:
+    """One argument more; `preset` are the values without any."""
     key, equals, value = argument.partition("=")
     if not equals or not key:
         raise PlanError(f"command line: values are written key=value, got '{argument}'; see --help")
@@ -94,7 +96,7 @@ def _override(composed: Any, argument: str) -> DictConfig:
             first = next((name for name in known if name.startswith(f"{key}.")), "model.hidden_size")
             problem = f"is a section, got {value or 'no value'}; set one of its keys, such as {first}=<value>"
         else:
-            default = known[key].name if isinstance(known[key], Enum) else known[key]
+            default = preset[key].name if isinstance(preset[key], Enum) else preset[key]
             problem = f"must be {_kind(key)}, got {value or 'no value'}; the default is {default}"
         raise PlanError(f"{key}: {problem}") from error
 

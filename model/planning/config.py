@@ -25,7 +25,8 @@ class PlanConfig:
     work on other tokens. The experts of a layer are divided among `ep` of its `tp` x `dp` GPUs. `dp` 0: as few as `ep`
     needs. The sampler keeps the keys of `batch` sequences of `context` tokens for each copy (`context` 0: the model's
     `max_positions`) and reads prompts in pieces of `micro_batch_tokens`, the size of the learner's micro-batches too.
-    `changed_frac`: values whose published form a round changes. GB are 10^9 bytes.
+    `recompute`: the learner's `activation_checkpointing=block`. `changed_frac`: values whose published form a round
+    changes. GB are 10^9 bytes.
     """
 
     tp: int = 1

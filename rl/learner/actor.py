@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from model.snapshot import WeightSnapshot
+from model.snapshot import CodeChanges, WeightSnapshot
 from rl.algorithms.base import Loss
 from rl.batch import TrainSample
 from rl.learner.deepspeed import Rendezvous
-from rl.learner.learner import Learner, LearnerSpec, UpdateReport
+from rl.learner.learner import Learner, LearnerSpec
+from rl.learner.update_report import UpdateReport
 from rl.parity import ParityReport
 from rollout.types import WeightVersion
 
@@ -52,7 +53,7 @@ class LearnerActor:
         """See `Learner.fit`."""
         return self._learner.fit(samples, lr)
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, CodeChanges]] | None:
         """See `Learner.snapshot`."""
         return self._learner.snapshot(version)
 

@@ -70,6 +70,18 @@ class PlacementConfig:
     load_file: str | None = None
 
 
+class ActivationCheckpointing(StrEnum):
+    """What a forward with gradient keeps for its backward.
+
+    none    every activation
+    block   the input of each transformer block, whose backward runs it again (`model/recompute.py`): the same bits in
+            less memory and more time
+    """
+
+    none = auto()
+    block = auto()
+
+
 @dataclass(slots=True, kw_only=True)
 class LearnerConfig:
     """The DeepSpeed engine and its optimizer.
@@ -80,6 +92,11 @@ class LearnerConfig:
     `num_ranks` processes share the samples of a step out. In groups of `expert_parallel` they share the experts of
     every layer out, too: a rank holds 1 / `expert_parallel` of them. `router_replay` trains the experts that the
     sampler used, as its trajectories record them. `lora` trains adapters on a frozen start (`rl/learner/lora.py`).
+    `activation_checkpointing` makes room for more `micro_batch_tokens`.
+
+    With `keep_memory` a rank's process keeps what it frees for the next step (`rl/learner/allocator.py`), at the same
+    peak; without, it goes back to the system, and updates are slower. `offload_optimizer` keeps gradients, moments and
+    the masters that are stepped in the memory of the CPU, for learners on GPUs.
     """
 
     num_ranks: int = 1
@@ -88,11 +105,14 @@ class LearnerConfig:
     num_threads: int = 0
     zero_stage: int = 1
     micro_batch_tokens: int = 4096
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     max_grad_norm: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.0
     call_deadline_s: float = 600.0
+    keep_memory: bool = True
+    offload_optimizer: bool = False
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

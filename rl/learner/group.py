@@ -12,12 +12,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from model.snapshot import WeightSnapshot
+from model.snapshot import CodeChanges, WeightSnapshot
 from rl.algorithms.base import Loss
 from rl.batch import TrainSample
 from rl.learner.actor import LearnerActor
+from rl.learner.allocator import keeping_memory
 from rl.learner.deepspeed import Rendezvous
-from rl.learner.learner import LearnerSpec, UpdateReport
+from rl.learner.learner import LearnerSpec
+from rl.learner.update_report import UpdateReport
 from rl.parity import ParityReport
 from rollout.types import WeightVersion
 from rollout.waiting import StillWaitingError, as_they_finish
@@ -75,7 +77,7 @@ class LearnerGroup:
         """See `Learner.fit`."""
         return self._call("fit", "fit", samples, lr)
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, CodeChanges]]:
         """See `Learner.snapshot`."""
         return self._call("requantize", "snapshot", version)
 
@@ -107,9 +109,11 @@ class LearnerGroup:
 
     def _start(self, spec: LearnerSpec, num_ranks: int) -> None:
         actor_class: Any = LearnerActor  # Ray's decorator hides the class from the type checker
+        environment = {"env_vars": keeping_memory()} if spec.keep_memory else {}
         for rank in range(num_ranks):
             place = PlacementGroupSchedulingStrategy(self._bundles, placement_group_bundle_index=rank)
-            self._actors.append(actor_class.options(num_cpus=1, scheduling_strategy=place).remote(spec))
+            options = {"num_cpus": 1, "scheduling_strategy": place, "runtime_env": environment}
+            self._actors.append(actor_class.options(**options).remote(spec))
         self.pids = self._call_all("start", "pid")
         address, port = self._collect("start", [self._actors[0].meeting_point.remote()])[0]
         meetings = [

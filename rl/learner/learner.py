@@ -18,7 +18,6 @@ Shapes: T packed tokens, R trainable tokens, V vocabulary, L layers, K experts o
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,11 +26,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from model.checkpoint import PUBLISHED_FOLDER
 from model.config import KernelChoice, LoraConfig, ModelConfig
 from model.kernels.dispatch import resolve_kernels
 from model.moe_losses import DispatchTotals
-from model.snapshot import WeightSnapshot
-from rl.algorithms.base import Loss, TokenLoss
+from model.snapshot import CodeChanges, WeightSnapshot
+from rl.algorithms.base import Loss
 from rl.algorithms.config import BalanceScope
 from rl.algorithms.registry import has_critic
 from rl.batch import Batch, TrainSample, micro_batches
@@ -39,19 +39,19 @@ from rl.config import RunConfig
 from rl.learner.balance import (
     BalanceSettings,
     RouterLoss,
-    RouterLossPart,
     count_dispatched,
     nothing_dispatched,
     update_selection_biases,
 )
-from rl.learner.config import PlacementConfig, QuantizationConfig
+from rl.learner.config import ActivationCheckpointing, PlacementConfig, QuantizationConfig
 from rl.learner.counted_file import load_counted, save_counted
-from rl.learner.deepspeed import MOMENTS, DeepSpeedEngine, OptimizerSettings, Rendezvous, join
+from rl.learner.deepspeed import MOMENTS, OptimizerSettings, Rendezvous, join, make_engine
 from rl.learner.lora import make_policy, make_reference
 from rl.learner.placement import Placer, with_absolute_file
 from rl.learner.policy import PolicyOutput
-from rl.learner.published import PUBLISHED_FOLDER, differing, load_published, save_published
+from rl.learner.published import differing, load_published, save_published
 from rl.learner.streams import batch_logprobs, logprobs_and_entropies, row_entropies, token_streams
+from rl.learner.update_report import UpdateReport, UpdateTotals
 from rl.learner.value_head import ValueHead
 from rl.parity import ParityReport, SampleParity
 from rl.scores import SampleScores
@@ -70,7 +70,7 @@ class LearnerSpec:
 
     With `reference` the learner keeps the start policy, frozen, and scores every sample with it; with `value_lr` it has
     a value head that learns at this rate. `seed` keys random rounding. With `lora` the start is frozen, and is its own
-    reference (`rl.learner.lora`).
+    reference (`rl.learner.lora`). `keep_memory` is of its process (`rl/learner/allocator.py`).
     """
 
     model: ModelConfig
@@ -80,6 +80,7 @@ class LearnerSpec:
     micro_batch_tokens: int
     balance: BalanceSettings = field(default_factory=BalanceSettings)
     kernels: KernelChoice = KernelChoice.auto
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
     router_replay: bool = False
     expert_parallel: int = 1
     reference: bool = False
@@ -88,6 +89,7 @@ class LearnerSpec:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     seed: int = 0
     lora: LoraConfig = field(default_factory=LoraConfig)
+    keep_memory: bool = True
 
     @classmethod
     def of(cls, config: RunConfig, *, model: ModelConfig, start: Path, num_threads: int) -> LearnerSpec:
@@ -101,6 +103,7 @@ class LearnerSpec:
                 weight_decay=settings.weight_decay,
                 max_grad_norm=settings.max_grad_norm,
                 zero_stage=settings.zero_stage,
+                offload=settings.offload_optimizer,
             ),
             start=start.resolve(),
             kernels=config.cluster.kernels,
@@ -112,6 +115,7 @@ class LearnerSpec:
                 router_z_coef=config.algorithm.router_z_coef,
                 bias_update_speed=config.algorithm.bias_update_speed,
             ),
+            activation_checkpointing=settings.activation_checkpointing,
             router_replay=settings.router_replay,
             expert_parallel=settings.expert_parallel,
             reference=config.algorithm.kl_coef > 0,
@@ -120,30 +124,8 @@ class LearnerSpec:
             placement=with_absolute_file(settings.placement),
             seed=config.run.seed,
             lora=settings.lora,
+            keep_memory=settings.keep_memory,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport:
-    """Means over the trainable tokens of the round, and over its steps for losses and norms.
-
-    `expert_load_LE` is each expert's share of a layer's tokens, `rank_loads` what that means for the ranks, by metric
-    (`rl.learner.placement.Placer`). `terms` and `watched` are the loss's own
-    (`rl.algorithms.base.TokenLoss`), by metric: means over the steps, and over the tokens.
-    """
-
-    num_steps: int
-    num_tokens: int
-    policy_loss: float
-    balance_loss: float
-    router_z_loss: float
-    clip_frac: float
-    kl_behavior_policy: float
-    grad_norm: float
-    expert_load_LE: np.ndarray
-    rank_loads: Mapping[str, float] = field(default_factory=dict[str, float])
-    terms: Mapping[str, float] = field(default_factory=dict[str, float])
-    watched: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class Learner:
@@ -154,12 +136,20 @@ class Learner:
         self._spec = spec
         self._kernels = resolve_kernels(spec.kernels)
         self._ranks = join(rendezvous, expert_parallel=spec.expert_parallel)
-        self._policy = make_policy(spec.model, self._kernels, self._ranks, spec.quantization, spec.lora, spec.seed)
+        self._policy = make_policy(
+            spec.model,
+            self._kernels,
+            self._ranks,
+            spec.quantization,
+            spec.lora,
+            spec.seed,
+            spec.activation_checkpointing,
+        )
         self._placer = Placer(spec.placement, spec.model, self._ranks)
         self._policy.place(self._placer.placement)
         self._num_steps = 0
         masters, experts = self._policy.masters(), self._policy.experts
-        self._engine = DeepSpeedEngine(self._policy, masters, spec.optimizer, self._ranks, experts)
+        self._engine = make_engine(self._policy, masters, spec.optimizer, self._ranks, experts)
         self._engine.restore(self._policy.own_masters(self._policy.open(spec.start)), {}, 0)
         self._policy.refresh()
         self._reference = make_reference(self._policy, self._kernels, self._ranks) if spec.reference else None
@@ -187,7 +177,7 @@ class Learner:
 
     def update(self, minibatches: Sequence[Sequence[TrainSample]], algorithm: Loss, lr: float) -> UpdateReport | None:
         """One optimizer step a minibatch; `None` when no sample is trained on (every group without variance)."""
-        totals = _Totals()
+        totals = UpdateTotals()
         for samples in minibatches:
             if samples:
                 self._minibatch(samples, algorithm, lr, totals)
@@ -212,8 +202,8 @@ class Learner:
         self._policy.refresh(self._num_steps)
         return math.fsum(self._ranks.gather(loss_sum))
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
-        """The bytes that the forward reads now, and how many codes of each tensor changed since the last snapshot.
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, CodeChanges]] | None:
+        """The bytes that the forward reads now, and what changed in each MXFP4 tensor since the last snapshot.
 
         On rank 0; `None` on the others.
         """
@@ -300,7 +290,7 @@ class Learner:
         ranks = self._ranks
         return micro_batches(samples, self._spec.micro_batch_tokens, rank=ranks.rank, num_ranks=ranks.num_ranks)
 
-    def _minibatch(self, samples: Sequence[TrainSample], algorithm: Loss, lr: float, totals: _Totals) -> None:
+    def _minibatch(self, samples: Sequence[TrainSample], algorithm: Loss, lr: float, totals: UpdateTotals) -> None:
         num_tokens = sum(len(sample.targets_R) for sample in samples)
         mass = math.fsum(sample.mass for sample in samples)
         share = self._share(samples)
@@ -400,75 +390,6 @@ class Learner:
                 f"learner: the gradient must be finite, got norm {grad_norm}; lower algorithm.lr or look at the batch"
             )
         return grad_norm
-
-
-class _Totals:
-    """Sums over the micro-batches of a round: those of this rank, and of the others once they are absorbed."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self._num_tokens = 0
-        self._grad_norms = 0.0
-        self._sums: dict[str, float] = dict.fromkeys(("policy", "balance", "router_z", "clipped", "kl"), 0.0)
-        self._terms: defaultdict[str, float] = defaultdict(float)
-        self._watched: defaultdict[str, float] = defaultdict(float)
-        self.load_LE: np.ndarray | None = None
-
-    def add(
-        self,
-        batch: Batch,
-        token_loss: TokenLoss,
-        mass: float,
-        of_router: RouterLossPart,
-        logprobs_R: torch.Tensor,
-    ) -> None:
-        """Count a micro-batch."""
-        log_ratio_R = logprobs_R - batch.behavior_logprobs_R
-        self._sums["policy"] += float((token_loss.loss_R.detach() * batch.weights_R).sum() / mass)
-        for name, term_R in token_loss.terms.items():
-            self._terms[name] += float((term_R.detach() * batch.weights_R).sum() / mass)
-        for name, value_R in token_loss.watched.items():
-            self._watched[name] += float(value_R.sum())
-        self._sums["balance"] += of_router.balance
-        self._sums["router_z"] += of_router.router_z
-        self._sums["clipped"] += float(token_loss.clipped_R.sum())
-        # The k3 estimator of KL(behavior || policy), never negative (Schulman 2020).
-        self._sums["kl"] += float((log_ratio_R.expm1() - log_ratio_R).sum())
-
-    def add_step(self, grad_norm: float, num_tokens: int, counts_LE: torch.Tensor) -> None:
-        """Count a step: norm and tokens are those of all ranks, the choices those of this one."""
-        self.num_steps += 1
-        self._num_tokens += num_tokens
-        self._grad_norms += grad_norm
-        self.load_LE = counts_LE.numpy() if self.load_LE is None else self.load_LE + counts_LE.numpy()
-
-    def absorb(self, other: _Totals) -> None:
-        """Add what another rank counted in the same steps."""
-        if other.load_LE is None:
-            return
-        assert self.load_LE is not None
-        self.load_LE = self.load_LE + other.load_LE
-        self._sums = {name: value + other._sums[name] for name, value in self._sums.items()}
-        for own, others in ((self._terms, other._terms), (self._watched, other._watched)):
-            for name, value in others.items():  # a rank that had nothing but padding has no names
-                own[name] += value
-
-    def report(self, rank_loads: Mapping[str, float]) -> UpdateReport:
-        assert self.load_LE is not None
-        return UpdateReport(
-            num_steps=self.num_steps,
-            num_tokens=self._num_tokens,
-            policy_loss=self._sums["policy"] / self.num_steps,
-            balance_loss=self._sums["balance"] / self.num_steps,
-            router_z_loss=self._sums["router_z"] / self.num_steps,
-            clip_frac=self._sums["clipped"] / self._num_tokens,
-            kl_behavior_policy=self._sums["kl"] / self._num_tokens,
-            grad_norm=self._grad_norms / self.num_steps,
-            expert_load_LE=self.load_LE / self.load_LE.sum(axis=1, keepdims=True),
-            rank_loads=rank_loads,
-            terms={name: total / self.num_steps for name, total in self._terms.items()},
-            watched={name: total / self._num_tokens for name, total in self._watched.items()},
-        )
 
 
 def _sample_parities(

@@ -36,17 +36,18 @@ from model.lora import adapters, add_adapters, base_digest, initial_adapters, wi
 from model.parallel.groups import Ranks
 from model.parallel.placement import ExpertPlacement
 from model.snapshot import (
+    CodeChanges,
     PackedTensor,
     StraightThrough,
     WeightSnapshot,
     codes_changed,
-    digest,
+    digests,
     publish_tensor,
     view,
 )
 from rl.batch import Batch
 from rl.checkpoint import seal
-from rl.learner.config import QuantizationConfig
+from rl.learner.config import ActivationCheckpointing, QuantizationConfig
 from rl.learner.policy import PolicyOutput, PublishedPolicy
 from rl.learner.reference import Reference
 from rollout.types import WeightVersion
@@ -59,9 +60,17 @@ class AdapterPolicy(PublishedPolicy):
     is an attribute beside them.
     """
 
-    def __init__(self, config: ModelConfig, kernels: Kernels, ranks: Ranks, lora: LoraConfig, seed: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        ranks: Ranks,
+        lora: LoraConfig,
+        seed: int,
+        checkpointing: ActivationCheckpointing = ActivationCheckpointing.none,
+    ):
         with torch.device("meta"):
-            super().__init__(config, kernels, ranks)
+            super().__init__(config, kernels, ranks, checkpointing=checkpointing)
         model = self.model
         del self.model
         self.__dict__["model"] = model  # not as a module of this one
@@ -110,7 +119,7 @@ class AdapterPolicy(PublishedPolicy):
 
     def _hold(self, whole: Mapping[str, PackedTensor]) -> None:
         """Compute with this base from now on; `whole` has all experts."""
-        self._base_digests = {name: digest(name, packed) for name, packed in whole.items()}
+        self._base_digests = digests(whole)
         self._base_version = None
         experts = {name: own for name, own in self._experts.items() if name in whole}
         self._base = dict(whole) | {name: whole[name].take(own) for name, own in experts.items()}
@@ -146,8 +155,8 @@ class AdapterPolicy(PublishedPolicy):
         """See `PublishedPolicy.is_function_of_masters`."""
         return True
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
-        """See `PublishedPolicy.snapshot`; after the first one of a base, the adapters alone travel and are counted."""
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, CodeChanges]] | None:
+        """See `PublishedPolicy.snapshot`; after the first one of a base, the adapters alone travel: no code moves."""
         is_first = self._base_version is None
         own = self.whole(self._published_adapters())
         base = self.whole(self._base) if is_first else {}
@@ -160,7 +169,7 @@ class AdapterPolicy(PublishedPolicy):
         snapshot = WeightSnapshot(
             version=version,
             tensors=base | own,
-            digests=self._base_digests | {name: digest(name, packed) for name, packed in own.items()},
+            digests=self._base_digests | digests(own),
             base_version=None if is_first else self._base_version,
         )
         return snapshot, changed
@@ -170,7 +179,7 @@ class AdapterPolicy(PublishedPolicy):
         own = self.whole(self._published_adapters())
         if own is None:
             return None
-        return self._base_digests | {name: digest(name, packed) for name, packed in own.items()}
+        return self._base_digests | digests(own)
 
     def save(self, folder: Path, masters: Mapping[str, torch.Tensor]) -> None:
         """See `PublishedPolicy.save`; the base is written beside `folder` by the first that is saved there."""
@@ -222,12 +231,18 @@ class BaseReference:
 
 
 def make_policy(
-    config: ModelConfig, kernels: Kernels, ranks: Ranks, quantization: QuantizationConfig, lora: LoraConfig, seed: int
+    config: ModelConfig,
+    kernels: Kernels,
+    ranks: Ranks,
+    quantization: QuantizationConfig,
+    lora: LoraConfig,
+    seed: int,
+    checkpointing: ActivationCheckpointing = ActivationCheckpointing.none,
 ) -> PublishedPolicy:
     """The policy that `lora` and `quantization` ask for."""
     if lora.rank:
-        return AdapterPolicy(config, kernels, ranks, lora, seed)
-    return PublishedPolicy(config, kernels, ranks, quantization, seed)
+        return AdapterPolicy(config, kernels, ranks, lora, seed, checkpointing)
+    return PublishedPolicy(config, kernels, ranks, quantization, seed, checkpointing)
 
 
 def make_reference(policy: PublishedPolicy, kernels: Kernels, ranks: Ranks) -> Reference | BaseReference:

@@ -36,20 +36,21 @@ from model.parallel.groups import Ranks
 from model.parallel.placement import ExpertPlacement
 from model.requantize import ClippedStraightThrough
 from model.snapshot import (
+    CodeChanges,
     Format,
     PackedTensor,
     StraightThrough,
     WeightSnapshot,
     as_tensor,
     codes_changed,
-    digest,
+    digests,
     make_snapshot,
     tensor_format,
     view,
 )
 from model.transformer import Transformer
 from rl.batch import Batch
-from rl.learner.config import QuantizationConfig
+from rl.learner.config import ActivationCheckpointing, QuantizationConfig
 from rl.learner.requantizer import Requantizer
 from rollout.types import WeightVersion
 
@@ -79,9 +80,14 @@ class PublishedPolicy(nn.Module):
         ranks: Ranks,
         quantization: QuantizationConfig | None = None,
         seed: int = 0,
+        checkpointing: ActivationCheckpointing = ActivationCheckpointing.none,
     ):
         super().__init__()
-        self.model = Transformer(config, expert_parallel=ranks.expert_parallel)
+        self.model = Transformer(
+            config,
+            expert_parallel=ranks.expert_parallel,
+            recompute_blocks=checkpointing is ActivationCheckpointing.block,
+        )
         self._kernels = kernels
         self._experts: dict[str, npt.NDArray[np.int64]] = {}
         self._slots: dict[str, torch.Tensor | None] = {}
@@ -98,6 +104,8 @@ class PublishedPolicy(nn.Module):
         self._views: dict[str, torch.Tensor] = {}
         self._inside: dict[str, torch.Tensor] = {}
         self._published: dict[str, PackedTensor] = {}
+        self._digests: dict[str, str] = {}
+        self._own_digests: dict[str, str] = {}
 
     def place(self, placement: ExpertPlacement) -> None:
         """Hold the experts that `placement` gives this rank; their masters and bytes are to be put in after that.
@@ -163,22 +171,32 @@ class PublishedPolicy(nn.Module):
         """Whether the published bytes follow from the masters alone, so that a checkpoint need not hold them."""
         return self._requantizer.is_pure
 
-    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]] | None:
-        """The packed bytes as version `version`, and (changed, all) codes of each tensor since the last snapshot.
+    def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, CodeChanges]] | None:
+        """The packed bytes as version `version`, and what changed in each MXFP4 tensor since the last snapshot.
 
         On rank 0; `None` on the others, whose experts travel to it.
         """
         packed = self.whole()
-        if packed is None:
+        snapshot = None if packed is None else make_snapshot(version, packed)
+        self._digests = {} if snapshot is None else dict(snapshot.digests)
+        self._own_digests = self._digests if self._ranks.num_ranks == 1 else digests(self.packed)
+        if packed is None or snapshot is None:
             return None
         changed = codes_changed(self._published, packed) if self._published else {}
         self._published = packed
-        return make_snapshot(version, packed), changed
+        return snapshot, changed
 
     def digests(self) -> dict[str, str] | None:
-        """On rank 0, the digest of every tensor that the forward reads now (`model.snapshot.digest`)."""
+        """On rank 0, the digest of every tensor that the forward reads now (`model.snapshot.digest`).
+
+        Always of the bytes as they are now: each rank digests its own, and only where one of them differs from what
+        `snapshot` gathered are they gathered again.
+        """
+        own = digests(self.packed)
+        if not int(self._ranks.total(torch.tensor(int(own != self._own_digests)))):
+            return dict(self._digests) if self._ranks.rank == 0 else None
         packed = self.whole()
-        return None if packed is None else {name: digest(name, tensor) for name, tensor in packed.items()}
+        return None if packed is None else digests(packed)
 
     def view_differences(self, running: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, float]:
         """Largest absolute difference of each tensor that `running` holds differently from the view read here."""

@@ -1,6 +1,7 @@
 """The published bytes in a checkpoint, where the masters alone do not tell them (hysteresis, random rounding).
 
-They are a model folder of their own, so `python -m model.export <checkpoint>/published` exports what was trained on.
+They are a model folder of their own, which exports and engines read in place of the masters
+(`model.checkpoint.policy_folder`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from model.checkpoint import load_model, save_model
+from model.checkpoint import PUBLISHED_FOLDER, load_model, save_model
 from model.config import ModelConfig
 from model.loaded import Form
 from model.snapshot import PackedTensor
 from rl.learner.policy import PublishedPolicy
-
-PUBLISHED_FOLDER = "published"
 
 
 class MissingPublishedError(ValueError):
@@ -43,8 +42,8 @@ def load_published(policy: PublishedPolicy, config: ModelConfig, folder: Path) -
     loaded = load_model(inner)
     if loaded.config != config or loaded.form is not Form.PUBLISHED:
         raise MissingPublishedError(
-            f"checkpoint {folder.name}: its published bytes must be of the model of this run, got {loaded.config}; "
-            "use the model settings it was saved with"
+            f"checkpoint {folder.name}: {PUBLISHED_FOLDER} must hold published bytes of the model of this run, "
+            f"got those of form {loaded.form} of {loaded.config}; use the model settings it was saved with"
         )
     return policy.own_packed(loaded.packed())
 

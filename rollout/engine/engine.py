@@ -15,7 +15,6 @@ import math
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,14 +31,23 @@ from model.transformer import Transformer
 from rollout.config import ChatFormat, EngineConfig, chosen
 from rollout.engine.active import Active, EngineError
 from rollout.engine.kv_cache import KvCache
-from rollout.engine.loading import check_config, load
+from rollout.engine.loading import check_config, checked_path, load
 from rollout.engine.metrics import Counters, EngineMetrics
 from rollout.engine.prefix_cache import PrefixCache
 from rollout.engine.runner import Runner, StepOutput
 from rollout.engine.sampling import Rows
 from rollout.engine.scheduler import Scheduler, Work
 from rollout.engine.stop_text import StopText
-from rollout.engine.text import Completion, Prompt, PromptError, TextSide, check_prompt, is_chat, plain_completion
+from rollout.engine.text import (
+    Completion,
+    Prompt,
+    PromptError,
+    TextSide,
+    check_prompt,
+    check_tools,
+    is_chat,
+    plain_completion,
+)
 from rollout.renderers.base import Tools
 from rollout.types import Generation, SampleRequest, SamplingParams, WeightVersion
 
@@ -98,7 +106,7 @@ class Engine:
         """
         config = EngineConfig() if config is None else config
         spelled = None if chat_format is None else chosen(ChatFormat, "chat_format", chat_format)
-        loaded = load(Path(path), config, spelled)
+        loaded = load(checked_path(path), config, spelled)
         stop_ids = () if loaded.text is None else loaded.text.stop_ids
         engine = cls(loaded.model, config, stop_ids=stop_ids, text=loaded.text, kernels=loaded.kernels)
         if loaded.published is not None:
@@ -309,6 +317,7 @@ class Engine:
             raise PromptError(f"prompts: must be a list of prompts, got {whole!r}; put a single one into a list")
         for index, prompt in enumerate(prompts):
             check_prompt(index, prompt)
+        check_tools(tools)
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise PromptError(f"params: one for each of {len(prompts)} prompts, got {len(each)}; give one, or as many")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from model.checkpoint import load_model, open_model
+from model.checkpoint import load_model, open_model, policy_folder
 from model.config import KernelChoice, ModelConfig
 from model.kernels.cpu.isa import Isa
 from model.kernels.dispatch import Kernels, resolve_kernels
@@ -56,7 +57,7 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
         raise EngineConfigError(f"engine: {problem}, got {path}; name the folder that holds its config.json")
     if config.load is LoadMode.mmap:
         return _load_mapped(path, config, chat_format)
-    loaded = load_model(path)
+    loaded = load_model(policy_folder(path) if config.precision is Precision.mxfp4 else path)
     published: Mapping[str, PackedTensor] | None = None
     values: Mapping[str, torch.Tensor] = {}
     if config.precision is Precision.mxfp4:
@@ -71,6 +72,24 @@ def load(path: Path, config: EngineConfig, chat_format: ChatFormat | None) -> Lo
     return LoadedEngine(
         model=loaded.config, published=published, values=values, text=_text(path, chat_format), kernels=kernels
     )
+
+
+def checked_path(path: object) -> Path:
+    """What was given as the folder of a checkpoint.
+
+    Raises:
+        EngineConfigError: It is no path, or a URL: an engine reads the tokenizer beside the weights, from a folder.
+    """
+    if not isinstance(path, str | os.PathLike) or isinstance(given := os.fspath(path), bytes):
+        raise EngineConfigError(
+            f"engine: a checkpoint must be given as a path, got {path!r}; name its folder as a text"
+        )
+    if "://" in given:
+        raise EngineConfigError(
+            f"engine: a checkpoint is loaded from a folder of this machine, got the URL {given}; download it, or "
+            "convert it with python -m model.export, which reads URLs"
+        )
+    return Path(given)
 
 
 def check_config(config: EngineConfig) -> None:
@@ -93,7 +112,7 @@ def _load_mapped(path: Path, config: EngineConfig, chat_format: ChatFormat | Non
             "auto on a machine with a compiler"
         )
     experts = MappedExperts(Isa(kernels.name.value), budget_bytes=config.expert_memory_bytes)
-    opened = open_model(path)
+    opened = open_model(policy_folder(path))
     return LoadedEngine(
         model=opened.config,
         published=spool(opened.weights),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -110,6 +111,27 @@ def check_prompt(index: int, prompt: object) -> None:
         if not isinstance(each, wanted) or isinstance(each, bool):
             what = "messages" if wanted[0] is Message else "token ids (whole numbers)"
             raise PromptError(f"prompts[{index}]: must hold {what} only, got {each!r}; give it all of one kind")
+
+
+def check_tools(tools: object) -> None:
+    """Raises PromptError when these are no declarations of functions that a chat format can write."""
+    if not isinstance(tools, Sequence) or isinstance(tools, str):
+        raise PromptError(
+            f"tools: must be a list of tools, got {tools!r}; put a single one into a list, or leave it out"
+        )
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise PromptError(
+                f"tools[{index}]: must declare a function by its name, got {tool!r}; write "
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
+            )
+        try:
+            json.dumps(tool)
+        except (TypeError, ValueError) as error:
+            raise PromptError(
+                f"tools[{index}]: must be what JSON can hold, got {error}; use lists, texts and numbers"
+            ) from error
 
 
 def plain_completion(ids: tuple[int, ...], said: Generation) -> Completion:

@@ -35,7 +35,7 @@ from model.config import Family, ModelConfig, QkNorm
 from model.hf.writer import HfFormat, save_hf
 from model.loaded import LoadedModel, Weight
 from model.size import ModelSize, Part
-from model.snapshot import PackedTensor, digest
+from model.snapshot import PackedTensor, digests
 from model.transformer import parameter_shapes
 from rl.report import machine_facts
 
@@ -84,8 +84,8 @@ def check_same(folders: Mapping[str, Path]) -> None:
         loaded = load_model(folder)
         first = {key: weight for key, weight in loaded.weights.items() if key.startswith("model.layers.0.")}
         packed = LoadedModel(config=CONFIG, form=loaded.form, weights=first, metadata={}).packed()
-        found[name] = {key: digest(key, tensor) for key, tensor in packed.items()}
-    if any(digests != found[BF16] for digests in found.values()):
+        found[name] = digests(packed)
+    if any(others != found[BF16] for others in found.values()):
         raise ValueError("cold load: all forms must hold the same model, got other bytes; correct the writers")
 
 
@@ -182,7 +182,7 @@ def report(
 ) -> None:
     """Print the medians, and write them with all loads."""
     size, machine = ModelSize.of(CONFIG), machine_facts(1)
-    isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in machine.isa), "other")
+    isa = machine.column
     share = size.total[Part.experts] / size.num_total
     print(f"{isa}: {size.num_total:,} parameters, {share:.1%} in experts; dropped by {dropped_by}")
     forms: dict[str, dict[str, object]] = {}

@@ -67,7 +67,7 @@ def main() -> int:
     medians = {dtype.value: statistics.median(values) for dtype, values in times.items()}
     ratio = medians["fp32"] / medians["bf16"]
     machine = machine_facts(1)
-    isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in machine.isa), "other")
+    isa = machine.column
     print(f"{isa}: fp32 {medians['fp32'] * 1e3:.0f} ms, bf16 {medians['bf16'] * 1e3:.0f} ms, fp32 / bf16 = {ratio:.2f}")
     path = ROOT / "results" / f"compute_dtype.{isa.lower()}.json"
     path.parent.mkdir(exist_ok=True)

@@ -23,6 +23,7 @@ from model.config import KernelChoice
 from model.kernels.dispatch import resolve_kernels
 from model.layers import project_logits
 from model.logprobs import CHUNK_BYTES, Unembedding, logprobs
+from rl.machine import peak_growth_bytes
 from rl.report import machine_facts
 
 ROOT = Path(__file__).parents[2]
@@ -67,15 +68,7 @@ def measure_memory(way: str, sizes: list[int]) -> None:
     torch.set_num_threads(1)
     work = Work(*sizes)
     work(1, 2)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again: a process inherits its parent's
-    before = _status_bytes("VmRSS")
-    work(WAYS[way])
-    print(_status_bytes("VmHWM") - before)
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+    print(peak_growth_bytes(lambda: work(WAYS[way])))
 
 
 def main() -> int:
@@ -108,7 +101,7 @@ def main() -> int:
     medians = {way: statistics.median(values) for way, values in times.items()}
     memory = {way: growth_bytes(way, sizes) for way in WAYS}
     machine = machine_facts(1)
-    isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in machine.isa), "other")
+    isa = machine.column
     ratio = statistics.median(one / other for one, other in zip(times["chunked"], times["all_logits"], strict=True))
     told = ", ".join(f"{way} {medians[way]:.2f} s and {memory[way] / 2**20:.0f} MiB" for way in WAYS)
     print(f"{isa}: {sizes[0]} tokens, vocabulary {sizes[1]}, hidden {sizes[2]}: {told}; time x {ratio:.2f}")

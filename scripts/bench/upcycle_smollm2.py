@@ -138,12 +138,11 @@ def main() -> int:
     if not worst <= EXACT:
         print(f"upcycle_smollm2: exact upcycling must keep the perplexity, got {worst:.1e}; nothing written")
         return 1
-    isa_names = machine_facts(1).isa
-    isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in isa_names), "other")
-    path = ROOT / "results" / f"upcycle_smollm2.{isa.lower()}.json"
+    machine = machine_facts(1)
+    path = ROOT / "results" / f"upcycle_smollm2.{machine.column.lower()}.json"
     path.parent.mkdir(exist_ok=True)
     figures = {
-        "isa": list(isa_names),
+        "isa": list(machine.isa),
         "text": f"pydoc_data.topics of Python {platform.python_version()}: {', '.join(TOPICS)}",
         "text_blake2b": hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
         "scored_tokens": sum(len(window) - 1 for window in windows),

@@ -1,5 +1,6 @@
 """Learner ranks as Ray actors: they work together, and the end of one is told by name at once."""
 
+import dataclasses
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from model.checkpoint import save_model
 from model.transformer import Transformer, init_weights, parameter_shapes
 from rl.cluster import ray_cluster
 from rl.config import ClusterConfig
+from rl.learner.allocator import keeping_memory
 from rl.learner.deepspeed import OptimizerSettings
 from rl.learner.group import LearnerGroup, LearnerGroupError, RankDiedError
 from rl.learner.learner import LearnerSpec
@@ -45,6 +47,7 @@ def _cluster() -> Iterator[None]:
 def test_ranks_that_share_the_experts_out_update_and_publish_one_model(spec: LearnerSpec, tmp_path: Path):
     with LearnerGroup(spec, num_ranks=2, deadline_s=DEADLINE_S) as group:
         assert len(set(group.pids)) == 2
+        assert all("libjemalloc" in Path(f"/proc/{pid}/maps").read_text() for pid in group.pids)
         report = group.update([SAMPLES[:3], SAMPLES[3:]], GRPO, 1e-2)
         assert report is not None
         assert (report.num_steps, report.num_tokens) == (2, sum(len(one.targets_R) for one in SAMPLES))
@@ -56,6 +59,14 @@ def test_ranks_that_share_the_experts_out_update_and_publish_one_model(spec: Lea
         assert {file.name for file in tmp_path.iterdir()} == {
             "config.json", "expert_load.json", "model.safetensors", "optimizer.safetensors"
         }  # fmt: skip
+
+
+def test_freed_memory_goes_back_to_the_system_when_asked(spec: LearnerSpec, monkeypatch: pytest.MonkeyPatch):
+    spec = dataclasses.replace(spec, keep_memory=False, expert_parallel=1)
+    with LearnerGroup(spec, num_ranks=1, deadline_s=DEADLINE_S) as group:
+        assert "libjemalloc" not in Path(f"/proc/{group.pids[0]}/maps").read_text()
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libmine.so")
+    assert keeping_memory() == {}, "the user's choice stands"
 
 
 def update_on_and_on(group: LearnerGroup) -> None:

@@ -18,7 +18,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 GONE_WITHIN_S = 15.0
-UNREPEATABLE = ("time/", "tokens_per_s")
+UNREPEATABLE = ("time/", "tokens_per_s", "memory/")
+
+FILES = (
+    "model.safetensors", "optimizer.safetensors", "tokenizer.json", "value_head.safetensors",
+    "adapters.safetensors", "published/model.safetensors",
+)  # fmt: skip
 
 SMALL = [
     "+experiment=coding",
@@ -81,17 +86,7 @@ def outcome(folder: Path) -> dict[str, object]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in row.items() if not k.startswith(UNREPEATABLE)} for row in rows]
     last = max((run / "checkpoints").glob("round-*"))
-    files = {
-        name: hashlib.sha256((last / name).read_bytes()).hexdigest()
-        for name in (
-            "model.safetensors",
-            "adapters.safetensors",
-            "optimizer.safetensors",
-            "tokenizer.json",
-            "value_head.safetensors",
-        )
-        if (last / name).is_file()
-    }
+    files = {name: hashlib.sha256((last / name).read_bytes()).hexdigest() for name in FILES if (last / name).is_file()}
     after = json.loads((run / "held_out_after.json").read_text())
     episodes = [[turn["answer"] for turn in episode["turns"]] for episode in after["episodes"]]
     return {"rows": kept, "files": files, "answers": episodes}
@@ -161,6 +156,31 @@ def test_a_reference_a_value_head_and_further_tasks_survive_a_kill(algorithm: st
     output, _ = process.communicate(timeout=240)
     assert process.returncode == -9, output
     run_to_the_end(tmp_path / "killed", *more)
+    assert outcome(tmp_path / "killed") == expected
+
+
+@pytest.mark.timeout(660)
+@pytest.mark.parametrize("setting", ["rounding=stochastic", "hysteresis=0.25"])
+def test_codes_that_the_masters_do_not_tell_survive_a_kill(
+    setting: str, undisturbed: dict[str, object], tmp_path: Path
+) -> None:
+    """Killed in round 4: rounds 3 and 4 go on from the published bytes in the checkpoint of round 2."""
+    more = f"learner.quantization.{setting}"
+    run_to_the_end(tmp_path / "undisturbed", more)
+    expected, nearest = outcome(tmp_path / "undisturbed"), undisturbed["rows"]
+    rows, files = expected["rows"], expected["files"]
+    assert isinstance(rows, list)
+    assert isinstance(nearest, list)
+    assert isinstance(files, dict)
+    assert "published/model.safetensors" in files
+    assert {row["parity/max_abs_nats"] for row in rows[1:]} == {row["parity/max_abs_nats"] for row in nearest[1:]}
+    # The control: in the same first update, as many codes move as the setting has it.
+    moved, usual = rows[1]["codes_changed_frac"], nearest[1]["codes_changed_frac"]
+    assert 0 < moved < usual / 2 if setting.startswith("hysteresis") else moved > 2 * usual
+    process = start(command(tmp_path / "killed", more, kill=("update", 4)), marker=f"{setting}-{os.getpid()}")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == -9, output
+    run_to_the_end(tmp_path / "killed", more)
     assert outcome(tmp_path / "killed") == expected
 
 

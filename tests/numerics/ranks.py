@@ -9,6 +9,8 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ import numpy as np
 import torch
 
 from model.config import KernelChoice, LoraConfig, ModelConfig
+from model.snapshot import PackedTensor
 from rl.algorithms.config import AlgorithmConfig
 from rl.algorithms.objective import Objective
 from rl.algorithms.registry import build_algorithm, has_critic
 from rl.batch import TrainSample, pack
 from rl.learner import deepspeed as engine_module
 from rl.learner.balance import BalanceSettings
-from rl.learner.config import PlacementConfig, QuantizationConfig
+from rl.learner.config import ActivationCheckpointing, PlacementConfig, QuantizationConfig
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
 from rl.learner.streams import batch_logprobs
@@ -49,6 +52,7 @@ class Case:
     samples: tuple[TrainSample, ...]
     expert_parallel: int = 1
     zero_stage: int = 1
+    offload: bool = False
     max_grad_norm: float = 1e9
     num_steps: int = 1
     lr: float = 1e-2
@@ -64,11 +68,16 @@ class Case:
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What rank 0 saw; of a step's loss the policy's, the balance and the z-loss. `moments` are AdamW's."""
+    """What rank 0 saw; of a step's loss the policy's, the balance and the z-loss. `moments` are AdamW's.
+
+    `digests` are those of the snapshot, `digests_again` what the learner tells after it, with that many gathers, and
+    `digests_damaged` what it tells once the last rank's part of `damaged_tensor` has another byte.
+    """
 
     losses: list[tuple[float, float, float]]
     grad_norms: list[float]
@@ -77,6 +86,10 @@ class Found:
     moments: dict[str, torch.Tensor]
     parity: ParityReport | None
     digests: dict[str, str]
+    published: dict[str, PackedTensor]
+    num_gathers: int
+    digests_again: dict[str, str]
+    digests_damaged: dict[str, str]
     num_own_parameters: int
     recorded: tuple[TrainSample, ...]
     terms: list[dict[str, float]]
@@ -119,7 +132,12 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         LearnerSpec(
             model=case.model,
             optimizer=OptimizerSettings(
-                beta1=0.9, beta2=0.95, weight_decay=0.0, max_grad_norm=case.max_grad_norm, zero_stage=case.zero_stage
+                beta1=0.9,
+                beta2=0.95,
+                weight_decay=0.0,
+                max_grad_norm=case.max_grad_norm,
+                zero_stage=case.zero_stage,
+                offload=case.offload,
             ),
             start=case.start,
             num_threads=1,
@@ -133,6 +151,7 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
             quantization=case.quantization,
             placement=case.placement,
             lora=case.lora,
+            activation_checkpointing=case.activation_checkpointing,
         ),
         rendezvous,
     )
@@ -149,6 +168,14 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         learner.save(case.save)
     masters = learner._gathered({name: master.detach().clone() for name, master in learner._policy.masters().items()})
     snapshot = learner.snapshot(WeightVersion(0))
+    with counted_gathers(learner) as gathers:
+        undamaged = learner.digests()
+    num_gathers = len(gathers)
+    own = learner._policy.packed[damaged_tensor(case.model)].payload.reshape(-1)
+    bits = rendezvous.rank == rendezvous.world_size - 1
+    own[0] ^= bits
+    damaged = learner.digests()
+    own[0] ^= bits
     return Found(
         losses=[(r.policy_loss, r.balance_loss, r.router_z_loss) for r in reports],
         grad_norms=[r.grad_norm for r in reports],
@@ -157,6 +184,10 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         moments=moments,
         parity=parity,
         digests={} if snapshot is None else dict(snapshot[0].digests),
+        published={} if snapshot is None else dict(snapshot[0].tensors),
+        num_gathers=num_gathers,
+        digests_again=undamaged or {},
+        digests_damaged=damaged or {},
         num_own_parameters=sum(master.numel() for master in learner._policy.masters().values()),
         recorded=recorded,
         terms=[dict(r.terms) for r in reports],
@@ -165,6 +196,20 @@ def carry_out(case: Case, rendezvous: Rendezvous) -> Found:
         rank_loads=[dict(r.rank_loads) for r in reports],
         expert_LS=learner._placer.placement.expert_LS,
     )
+
+
+def damaged_tensor(model: ModelConfig) -> str:
+    return f"model.layers.{model.moe_layers[-1]}.mlp.experts.down_proj"
+
+
+@contextmanager
+def counted_gathers(learner: Learner) -> Iterator[list[str]]:
+    """The names of the tensors that are gathered inside, in order."""
+    policy, names = learner._policy, list[str]()
+    original = policy.gather
+    policy.gather = lambda name, own: names.append(name) or original(name, own)
+    yield names
+    del policy.gather
 
 
 def scored(case: Case, parity: ParityReport) -> tuple[TrainSample, ...]:

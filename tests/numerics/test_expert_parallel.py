@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +130,16 @@ def test_two_ranks_that_share_the_experts_out_are_one(runs: Runs, family: Family
     assert two["gradient"].num_own_parameters == whole - experts // 2
 
 
+def test_the_digests_of_what_was_published_need_no_gather_and_see_damage_on_any_rank(runs: Runs):
+    one, two = runs(QUICK, 2, 2, 1, "gradient")
+    for found in (one["gradient"], two["gradient"]):
+        assert found.digests_again == found.digests
+        assert found.num_gathers == 0
+        changed = {name for name, value in found.digests.items() if found.digests_damaged[name] != value}
+        assert changed == {ranks.damaged_tensor(MINI[QUICK])}
+        assert found.digests_damaged.keys() == found.digests.keys()
+
+
 ARRANGEMENTS = [
     *((family, 2, expert_parallel, stage) for family in MINI for expert_parallel, stage in ((1, 1), (2, 2))),
     (Family.qwen3_moe, 2, 1, 2),
@@ -192,3 +203,23 @@ def test_checkpoints_and_snapshots_do_not_tell_how_many_ranks_there_were(family:
     assert parity is not None
     assert parity.num_tokens == sum(len(one.targets_R) for one in recorded)
     assert (parity.max_abs_nats, parity.num_flipped_tokens) == (0.0, 0)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_an_offloaded_optimizer_makes_the_same_steps(zero_stage: int, tmp_path: Path):
+    config = MINI[Family.gpt_oss]
+    (tmp_path / "start").mkdir()
+    save_model(tmp_path / "start", config, dict(make_model(config).named_parameters()), {})
+    common: dict[str, Any] = {
+        "model": config, "start": tmp_path / "start", "samples": tuple(sample(i, 12 + i, config) for i in range(6)),
+        "expert_parallel": 2, "zero_stage": zero_stage, "num_steps": 3, "micro_batch_tokens": 30,
+    }  # fmt: skip
+    job = [Case(**common, name=f"{limit}-{offload}", max_grad_norm=limit, offload=offload) for limit in (1e9, 0.5)
+           for offload in (False, True)]  # fmt: skip
+    found = ranks.run(job, 2, tmp_path / "job")
+    for limit in (1e9, 0.5):
+        kept, offloaded = (found[f"{limit}-{offload}"] for offload in (False, True))
+        assert kept.grad_norms[0] > 0.5, "the control: the lower limit clips"
+        np.testing.assert_allclose(offloaded.grad_norms, kept.grad_norms, rtol=TOLERANCE)
+        assert_close(offloaded.masters, kept.masters)
+        assert_close(offloaded.moments, kept.moments)

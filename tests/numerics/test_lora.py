@@ -172,7 +172,7 @@ def carry_out_rounds(
         assert snapshot.tensors.keys() == travels
         assert subscriber.receive(snapshot) == learner.digests()
         assert learner.view_differences(engine.running_views()) == {}
-        assert changed.keys() == (set() if version == 0 else adapter_shapes(config, lora).keys())
+        assert changed == {}, "no code of the base moves"
         samples = sampled(engine, version)
         report = learner.parity(samples)
         assert report.num_tokens == NUM_SAMPLES * ANSWER

@@ -15,12 +15,13 @@ from model.checkpoint import save_model
 from model.config import Family, LoraConfig, LoraTargets
 from model.lora import adapter_shapes
 from rl.algorithms.config import AlgorithmConfig
-from rl.learner.config import PlacementConfig, PlacementKind
+from rl.learner.config import ActivationCheckpointing, PlacementConfig, PlacementKind
 from rl.parity import ParityReport
 from tests.numerics import ranks
 from tests.numerics.families import MINI, make_model
 from tests.numerics.ranks import Case, Found
 from tests.numerics.test_expert_parallel import BALANCE, EVERY_FAMILY, TOLERANCE, assert_close, sample
+from tests.numerics.test_placement import assert_same
 
 LORA = LoraConfig(rank=4, alpha=8.0)
 PARTS = {t.value: LoraConfig(rank=4, alpha=8.0, targets=t) for t in (LoraTargets.attention, LoraTargets.experts)}
@@ -131,3 +132,19 @@ def test_a_value_head_learns_beside_the_adapters(common: dict[str, Any], tmp_pat
     assert found.head["weight"].any()
     assert all(terms["loss/value"] > 0 for terms in found.terms)
     assert all(master.any() for master in found.masters.values())
+
+
+@pytest.mark.parametrize("family", [Family.gpt_oss, Family.deepseek_v3])
+def test_blocks_that_run_again_have_the_same_bits_with_adapters(family: Family, tmp_path: Path):
+    config = MINI[family]
+    (tmp_path / "start").mkdir()
+    save_model(tmp_path / "start", config, dict(make_model(config).named_parameters()), {})
+    common: dict[str, Any] = {
+        "model": config, "start": tmp_path / "start", "samples": tuple(sample(i, 12 + i, config) for i in range(4)),
+        "expert_parallel": 2, "num_steps": 2, "lora": LoraConfig(rank=4), "replay": True,
+    }  # fmt: skip
+    ways = tuple(ActivationCheckpointing)
+    found = ranks.run([Case(**common, name=way, activation_checkpointing=way) for way in ways], 2, tmp_path / "job")
+    kept, again = (found[way] for way in ways)
+    assert kept.grad_norms[0] > 0, "the control"
+    assert_same(again, kept)

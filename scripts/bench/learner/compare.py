@@ -10,8 +10,8 @@ first step trained on. Nothing is printed or written unless the two agree on
     gradient norm  within 1e-3 of itself: a norm is a sum of squares of all gradients, each of which inherits the
                    relative error of the logprobs' probabilities (at most 1e-3 nats) that it is proportional to
 
-With `--keep-memory` glibc keeps what either process frees, and the figures stand beside those without: a step of
-252m allocates and frees gigabytes, and the kernel zeroes every page that comes back to it.
+Ours runs with the allocator of a run (`rl/learner/allocator.py`): a step of 252m allocates and frees gigabytes, and the
+system zeroes every page that comes back to it. With `--keep-memory` TRL gets the same one, beside the figures without.
 
 Updates `results/learner.<isa>.json`, or the file `--output`.
 """
@@ -31,6 +31,7 @@ from typing import IO, Any
 from worker import Settings
 
 from model.config import ComputeDtype
+from rl.learner.allocator import keeping_memory
 from rl.parity import BOUNDS
 from rl.report import machine_facts
 
@@ -39,8 +40,6 @@ ROOT = FOLDER.parents[2]
 GRAD_NORM_RELATIVE = 1e-3
 WARMUP = 3
 """Steps until a heap that keeps its memory has grown to its size."""
-
-KEEP_MEMORY = f"glibc.malloc.mmap_threshold={8 << 30}:glibc.malloc.trim_threshold={16 << 30}"
 
 
 class Worker:
@@ -54,7 +53,7 @@ class Worker:
             "PYTHONPATH": str(ROOT),
         }
         if keep_memory:
-            environment["GLIBC_TUNABLES"] = KEEP_MEMORY
+            environment |= keeping_memory()
         command = [str(ROOT / venv / "bin" / "python"), str(FOLDER / script), *settings.command_line()]
         self._name = script
         self._process = subprocess.Popen(
@@ -118,7 +117,7 @@ def compare(settings: Settings, rounds: int, *, keep_memory: bool) -> dict[str, 
     """Gate and measure one model."""
     with (
         Worker(".venv-trl", "run_trl.py", settings, keep_memory=keep_memory) as theirs,
-        Worker(".venv", "run_ours.py", settings, keep_memory=keep_memory) as ours,
+        Worker(".venv", "run_ours.py", settings, keep_memory=True) as ours,
     ):
         agreement = gate(theirs, ours)
         measured: list[dict[str, dict[str, float]]] = []
@@ -135,7 +134,7 @@ def compare(settings: Settings, rounds: int, *, keep_memory: bool) -> dict[str, 
         hello = {"trl": theirs.hello, "ours": ours.hello}
     return {
         "settings": asdict(settings)
-        | {"model": settings.model.name, "dtype": "fp32", "rounds": rounds, "keep_memory": keep_memory},
+        | {"model": settings.model.name, "dtype": "fp32", "rounds": rounds, "trl_keeps_memory": keep_memory},
         "sides": hello,
         "gate": agreement,
         "median": summary(measured, settings),
@@ -210,12 +209,11 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--keep-memory", action="store_true", help="glibc keeps what a process frees, on both sides")
+    parser.add_argument("--keep-memory", action="store_true", help="TRL keeps what it frees, too")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     machine = machine_facts(arguments.threads)
-    isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in machine.isa), "other")
-    path = arguments.output or ROOT / "results" / f"learner.{isa.lower()}.json"
+    path = arguments.output or ROOT / "results" / f"learner.{machine.column.lower()}.json"
     report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"models": {}}
     for name in arguments.models:
         settings = Settings(
@@ -224,7 +222,7 @@ def main() -> int:
         )
         found = compare(settings, arguments.rounds, keep_memory=arguments.keep_memory)
         report |= {"isa": list(machine.isa), "cpu": machine.cpu, "cores": machine.num_cores}
-        entry = f"{name}, memory kept" if arguments.keep_memory else name
+        entry = f"{name}, TRL keeps memory" if arguments.keep_memory else name
         report["models"][entry] = found
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")

@@ -39,6 +39,7 @@ from rl.learner.config import LearnerConfig
 from rl.learner.deepspeed import OptimizerSettings, Rendezvous
 from rl.learner.learner import Learner, LearnerSpec
 from rl.learner.policy import PublishedPolicy
+from rl.learner.streams import batch_logprobs
 from rl.run_folder import commit
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
@@ -148,7 +149,7 @@ class Ours:
         policy, batch = self._bare_policy, self._packed()
         started = time.perf_counter()
         out = policy(batch)
-        self.kernels.logprobs(out.logits_RV, batch.target_ids_R, batch.temperatures_R).mean().backward()
+        batch_logprobs(out, batch, self.kernels).mean().backward()
         seconds = time.perf_counter() - started
         policy.zero_grad()
         return seconds

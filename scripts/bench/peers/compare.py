@@ -198,8 +198,7 @@ def main() -> int:
     if unknown := [entry for entry in arguments.entries if entry.split(":")[0] not in RUNNERS or ":" not in entry]:
         parser.error(f"--entries: must be PEER:MODE with a peer of {[*RUNNERS]}, got {unknown}; see the runners")
     machine = machine_facts(arguments.threads)
-    isa = next((name for name in ("AMX", "AVX-512", "AVX2") if name in machine.isa), "other")
-    path = arguments.output or ROOT / "results" / f"peers.{isa.lower()}.json"
+    path = arguments.output or ROOT / "results" / f"peers.{machine.column.lower()}.json"
     report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"models": {}}
     shape = {name: getattr(arguments, name) for name in ("batch", "prompt_tokens", "new_tokens", "threads", "repeats")}
     for name in arguments.models:

@@ -8,7 +8,7 @@ from model.checkpoint import load_model, save_model
 from model.config import Family
 from model.export import main
 from model.loaded import Form
-from model.snapshot import view
+from model.snapshot import published_view, view
 from tests.unit.model.families.minis import CONFIGS, masters, published, same
 
 FAMILIES = [Family.gpt_oss, Family.qwen3_moe]
@@ -33,6 +33,28 @@ def test_masters_become_a_published_checkpoint_and_masters_again(tmp_path, famil
         assert (tmp_path / folder / "tokenizer.json").read_text() == "{}"
     assert capsys.readouterr().out.splitlines()[0] == f"mxfp4 checkpoint in {tmp_path / 'mxfp4'}"
     assert not [*tmp_path.glob(".*.partial")]
+
+
+def test_the_policy_of_a_run_is_the_bytes_that_it_trained_on(tmp_path, capsys):
+    """Where those do not follow from the masters, a checkpoint has both."""
+    config, given = CONFIGS[Family.qwen3_moe], masters(CONFIGS[Family.qwen3_moe])
+    trained_on = published_view({name: master * 1.5 for name, master in given.items()})
+    source = tmp_path / "checkpoint"
+    (source / "published").mkdir(parents=True)
+    save_model(source, config, given, {})
+    save_model(source / "published", config, trained_on, {})
+    (source / "tokenizer.json").write_text("{}")
+    assert main([str(source), str(tmp_path / "mxfp4"), "--format", "mxfp4"]) == 0
+    told = f"note: the bytes are those of {source / 'published'}, which training read"
+    assert told in capsys.readouterr().out.splitlines()
+    assert all(same(weight, trained_on[name]) for name, weight in load_model(tmp_path / "mxfp4").weights.items())
+    assert (tmp_path / "mxfp4" / "tokenizer.json").read_text() == "{}"
+    for format in ("native", "bf16"):
+        assert main([str(source), str(tmp_path / format), "--format", format]) == 0
+        assert told not in capsys.readouterr().out
+        loaded = load_model(tmp_path / format).masters()
+        expected = given if format == "native" else {name: master.bfloat16() for name, master in given.items()}
+        assert all(torch.equal(loaded[name], master.float()) for name, master in expected.items())
 
 
 def test_foreign_bytes_and_their_description_pass_through(tmp_path):

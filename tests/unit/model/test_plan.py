@@ -171,8 +171,18 @@ def test_a_delta_by_hand():
         (["plan=3"], "plan: is a section, got 3; set one of its keys, such as plan.tp=<value>"),
         (["plan.tp"], "command line: values are written key=value, got 'plan.tp'; see --help"),
         (["model.qk_norm=x"], "model.qk_norm: must be one of none, head, projection, got x; the default is none"),
-        (["model.window_layers=3"], "model.window_layers: must be a list such as [0,2], got 3; the default is []"),
-        (["model.window_layers=[3"], "model.window_layers: must be a list such as [0,2], got [3; the default is []"),
+        (
+            ["model=kimi_k2", "model.num_experts=4", "model.num_experts=x"],
+            "model.num_experts: must be a whole number, got x; the default is 384",
+        ),
+        (
+            ["model.window_layers=3"],
+            "model.window_layers: must be a list such as [0,2], got 3; the default is [0, 2, 4, ",
+        ),
+        (
+            ["model.window_layers=[3"],
+            "model.window_layers: must be a list such as [0,2], got [3; the default is [0, 2, 4, ",
+        ),
         (["model.rope.attention_factor=x"], "model.rope.attention_factor: must be a number or null, got x;"),
         (["plan.tp=${x.y}"], "plan.tp: cannot be resolved, got Interpolation key 'x.y' not found;"),
         (["model.head_dim=31"], "model.head_dim: must be even (rotary pairs), got 31; use 32"),

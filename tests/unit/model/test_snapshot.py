@@ -112,7 +112,7 @@ def test_masters_must_be_fp32_and_finite(masters):
 def test_publishing_the_view_again_gives_the_same_bytes(masters):
     once = published_view(masters)
     again = published_view({name: view(packed) for name, packed in once.items()})
-    assert all(changed == 0 for changed, _ in codes_changed(once, again).values())
+    assert make_snapshot(WeightVersion(0), once).digests == make_snapshot(WeightVersion(0), again).digests
 
 
 def test_straight_through():
@@ -193,9 +193,10 @@ def test_wrong_shapes_formats_and_rules_are_named(snapshot):
         verify(dataclasses.replace(snapshot, digests=digests), SHAPES)
 
 
-def test_codes_changed_counts_values(masters):
+def test_codes_changed_counts_codes_and_scales_of_experts_alone(masters):
     old = published_view(masters)
-    assert codes_changed(old, old)[EXPERT] == (0, 8 * 32 * 64)
+    num_codes, num_scales = 8 * 32 * 64, 8 * 32 * 2
+    assert codes_changed(old, old)[EXPERT] == (0, num_codes, 0, num_scales)
     on_grid = view(old[EXPERT])
     moved = on_grid.clone()
     row = moved[2, 7, 32:]  # one block; move its two smallest values to another code and keep its scale
@@ -204,12 +205,36 @@ def test_codes_changed_counts_values(masters):
     masters[EXPERT], masters[NORM] = moved, masters[NORM].clone()
     masters[NORM][4] = 2.0
     changed = codes_changed(old, published_view(masters))
-    assert changed[EXPERT] == (2, 8 * 32 * 64)
-    assert changed[NORM] == (1, 32)
-    assert sum(count for count, _ in changed.values()) == 3
+    assert changed[EXPERT] == (2, num_codes, 0, num_scales)
+    assert {name: changes.is_still for name, changes in changed.items()} == {
+        name: name != EXPERT for name, packed in old.items() if packed.format is Format.MXFP4
+    }
     masters[EXPERT] = on_grid * 2  # every scale byte moves, no code does
     zero_blocks = int((old[EXPERT].scales == 0).sum())
-    assert codes_changed(old, published_view(masters))[EXPERT] == (8 * 32 * 64 - 32 * zero_blocks, 8 * 32 * 64)
+    assert codes_changed(old, published_view(masters))[EXPERT] == (0, num_codes, num_scales - zero_blocks, num_scales)
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-3, 0.3, 1.0])
+def test_codes_changed_finds_every_code_and_scale_that_differs(masters, share):
+    """Against the definition, on random bytes."""
+    rng = np.random.default_rng(5)
+
+    def changed(array):
+        return np.where(rng.random(array.shape) < share, rng.integers(0, 256, array.shape, np.uint8), array)
+
+    old = published_view(masters)
+    new = {
+        name: dataclasses.replace(packed, payload=changed(packed.payload), scales=changed(packed.scales))
+        for name, packed in old.items()
+    }
+    changes = codes_changed(old, new)
+    assert changes.keys() == {name for name, packed in old.items() if packed.format is Format.MXFP4}
+    for name, found in changes.items():
+        before, after = old[name], new[name]
+        codes = [np.stack([packed.payload & 15, packed.payload >> 4]) for packed in (before, after)]
+        assert found.num_codes_changed == (codes[0] != codes[1]).sum()
+        assert found.num_scales_changed == (before.scales != after.scales).sum()
+        assert (found.num_codes_changed > 0) == (share > 0), "the control"
 
 
 def test_codes_changed_needs_the_same_parameters(masters):

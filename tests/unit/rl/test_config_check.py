@@ -5,7 +5,7 @@ from enum import Enum
 
 import pytest
 
-from rl import config_check, machine, overrides
+from rl import config_check, entry, machine, overrides
 from rl.config import Placement, RunConfig
 from rl.config_check import ConfigError, WorkerPlan, estimate_memory_bytes, resolve_workers
 
@@ -14,6 +14,12 @@ GIB = 1 << 30
 
 def compose(*given: str) -> RunConfig:
     return overrides.compose_run(overrides.reject_unknown(given))
+
+
+def check(*given: str) -> RunConfig:
+    """Compose and check, as a program does."""
+    kept = overrides.reject_unknown(given)
+    return entry.checked(overrides.compose_run(kept), kept)
 
 
 def refusal(*given: str) -> str:
@@ -26,7 +32,7 @@ def refusal(*given: str) -> str:
 def problem(*given: str) -> str:
     """The line about a configuration that composes or should have."""
     with pytest.raises(ConfigError) as caught:
-        config_check.check(compose(*given), overrides.group_options())
+        check(*given)
     return str(caught.value)
 
 
@@ -294,14 +300,14 @@ def test_knobs_that_contradict_each_other_or_are_not_read_are_refused_in_one_lin
     ],
 )
 def test_knobs_that_are_read_pass(given: list[str]) -> None:
-    config_check.check(compose("+experiment=coding", *given), overrides.group_options())
+    check("+experiment=coding", *given)
 
 
 @pytest.mark.parametrize("algorithm", overrides.group_options()["algorithm"])
 def test_every_shipped_algorithm_reads_what_its_option_sets(algorithm: str) -> None:
     own = ["algorithm.target=tests.unit.rl.test_algorithms:Mine", "algorithm.params.scale=1.0"]
     given = [f"algorithm={algorithm}", *(own if algorithm == "custom" else [])]
-    config_check.check(compose("+experiment=coding", *given), overrides.group_options())
+    check("+experiment=coding", *given)
 
 
 def test_the_table_of_knobs_is_that_of_the_registry() -> None:
@@ -343,15 +349,14 @@ def test_another_algorithms_name_alone_would_leave_its_values_behind(tmp_path) -
 
 
 def test_the_default_configuration_passes() -> None:
-    config_check.check(compose("+experiment=coding"), overrides.group_options())
+    check("+experiment=coding")
 
 
 def test_params_of_a_target_are_checked_against_its_signature(tmp_path, monkeypatch) -> None:
     (tmp_path / "own_reward_of_test.py").write_text("def brevity(task, trajectory, evidence, limit=40): return 0.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     own = ["+experiment=coding", "reward=custom", "reward.target=own_reward_of_test:brevity"]
-    config = compose(*own, "reward.params.limit=3")
-    config_check.check(config, overrides.group_options())
+    config = check(*own, "reward.params.limit=3")
     assert config.reward.params == {"limit": 3}
     line = problem(*own, "reward.params.limmit=3")
     assert line == "reward.params.limmit: no such parameter of brevity, got 3; did you mean 'limit'?"
@@ -362,26 +367,6 @@ def test_every_number_has_a_range_that_its_default_lies_in() -> None:
     assert set(config_check.RANGES) <= set(numbers)
     for key, allowed in config_check.RANGES.items():
         assert allowed.problem(numbers[key]) is None, key
-
-
-def test_a_mistake_in_a_users_own_yaml_names_the_file(tmp_path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nenv:\n  max_turn: 3\n")
-    (tmp_path / "experiment" / "broken.yaml").write_text("# @package _global_\nenv: [\n")
-    (tmp_path / "experiment" / "wrong.yaml").write_text("# @package _global_\nenv:\n  max_turns: many\n")
-    folders = [overrides.CONF_FOLDER, tmp_path]
-
-    def line(name: str) -> str:
-        given = overrides.reject_unknown([f"+experiment={name}"], folders=folders)
-        with pytest.raises(ConfigError) as caught:
-            overrides.compose_run(given, folders=folders)
-        return str(caught.value)
-
-    assert line("mine") == "env.max_turn: no such key, got it in experiment/mine.yaml; did you mean 'env.max_turns'?"
-    assert line("wrong") == (
-        "env.max_turns: must be a whole number in experiment/wrong.yaml, got many; the default is 2"
-    )
-    assert line("broken").startswith("broken.yaml: cannot be read as YAML, got ")
 
 
 @pytest.mark.usefixtures("small_machine")

@@ -119,7 +119,7 @@ class Stages:
 
     def publish(self, version: WeightVersion) -> Published:
         self.version = version
-        return Published(version=version, num_bytes=1, codes_changed={})
+        return Published(version=version, num_bytes=1, bits_per_expert_param=4.25, codes_changed={})
 
     @contextmanager
     def newest(self):

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl import config_check, overrides
-from tests.unit.rl.test_config_check import compose, problem
+from tests.unit.rl.test_config_check import check, problem
 
 BALANCED = "learner.placement.kind=balanced"
 
@@ -53,4 +52,4 @@ def test_nodes_of_whole_groups_and_groups_of_whole_nodes_are_fine(ranks_per_node
     given = [BALANCED, "learner.num_ranks=4", "learner.expert_parallel=4"]
     given += [f"learner.placement.ranks_per_node={ranks_per_node}"]
     given += [f"learner.placement.load_file={tmp_path}/load.json"]
-    config_check.check(compose("+experiment=coding", *given), overrides.group_options())
+    check("+experiment=coding", *given)

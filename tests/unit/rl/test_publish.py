@@ -1,11 +1,13 @@
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from model.config import ComputeDtype
+from model.snapshot import CodeChanges, PackedTensor, published_view
 from rl.batch import TrainSample
 from rl.parity import BOUNDS, ParityError, ParityReport
 from rl.publish import Published, Publisher
@@ -51,11 +53,20 @@ def scored(report: ParityReport, logprobs: list[float]) -> ParityReport:
     return replace(report, scores={SAMPLE.key: SampleScores(proximal_logprobs_R=np.array(logprobs, np.float32))})
 
 
+CHANGES = {
+    "model.layers.1.mlp.experts.gate_up_proj": CodeChanges(1, 8, 0, 1),
+    "model.layers.1.mlp.experts.down_proj": CodeChanges(3, 8, 1, 1),
+}
+EXPERT, NORM = torch.ones(2, 4, 64), torch.ones(7)
+TENSORS = published_view({"model.layers.1.mlp.experts.down_proj": EXPERT, "model.norm.weight": NORM})
+
+
 @dataclass(frozen=True)
 class Snapshot:
     version: WeightVersion
     digests: Mapping[str, str]
     num_bytes: int = 1000
+    tensors: Mapping[str, PackedTensor] = field(default_factory=dict[str, PackedTensor])
 
 
 class Queue:
@@ -86,7 +97,7 @@ class Learners:
 
     def snapshot(self, version: WeightVersion):
         self.asked.append(version)
-        return Snapshot(version, {"a": f"d{version}"}), {"a": (1, 8), "b": (3, 8)}
+        return Snapshot(version, {"a": f"d{version}"}, tensors=TENSORS), CHANGES
 
     def parity(self, samples: object) -> ParityReport:
         self.asked.append(samples)
@@ -134,11 +145,14 @@ def test_publishing_carries_one_snapshot_of_the_version_and_counts_what_changed(
     assert learners.asked == [0, 3]
     assert [snapshot.version for snapshot in pool.received] == [0, 3]
     assert (published.version, published.num_bytes, published.codes_changed_frac) == (3, 1000, 0.25)
+    assert published.scales_changed_frac == 0.5
+    assert published.codes_changed_by_layer == {1: 4 / 16}
+    assert published.bits_per_expert_param == 4.25, "the norm travels, and is no expert's"
 
 
 def test_the_first_version_changed_nothing():
-    first = Published(version=WeightVersion(0), num_bytes=1, codes_changed={})
-    assert first.codes_changed_frac == 0.0
+    first = Published(version=WeightVersion(0), num_bytes=1, bits_per_expert_param=4.25, codes_changed={})
+    assert (first.codes_changed_frac, first.scales_changed_frac, first.codes_changed_by_layer) == (0.0, 0.0, {})
 
 
 def test_the_version_counts_only_once_every_worker_runs_it():

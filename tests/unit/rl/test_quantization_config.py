@@ -2,10 +2,11 @@
 
 import pytest
 
+from model.snapshot import CodeChanges
 from rl.still import StillWatch
 from tests.unit.rl.test_config_check import problem
 
-EXPERT, NORM = "model.layers.0.mlp.experts.down_proj", "model.norm.weight"
+EXPERT = "model.layers.0.mlp.experts.down_proj"
 
 
 @pytest.mark.parametrize(
@@ -31,9 +32,10 @@ def test_settings_that_do_not_fit_are_one_line(overrides: list[str], line: str) 
     assert problem("+experiment=coding", *overrides) == line
 
 
-def test_still_codes_are_told_once_and_other_tensors_do_not_count() -> None:
-    watch, still = StillWatch(2), {EXPERT: (0, 8), NORM: (3, 8)}
-    said = [watch.observe(each) for each in (still, {EXPERT: (1, 8)}, still, still, still, still)]
+@pytest.mark.parametrize("moved", [CodeChanges(1, 64, 0, 2), CodeChanges(0, 64, 1, 2)], ids=["a code", "a scale"])
+def test_still_experts_are_told_once(moved: CodeChanges) -> None:
+    watch, still = StillWatch(2), {EXPERT: CodeChanges(0, 64, 0, 2)}
+    said = [watch.observe(each) for each in (still, {EXPERT: moved}, still, still, still, still)]
     assert [line is not None for line in said] == [False, False, False, True, False, False]
     assert said[3] is not None
     assert said[3].startswith("learner: updates must change codes to reach the policy, got none in 2 rounds; raise ")

@@ -4,10 +4,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from model.snapshot import CodeChanges
 from rl.advantage import Credit
 from rl.batch import TrainSample
 from rl.evaluate import Decoding, Evaluation
-from rl.learner.learner import UpdateReport
+from rl.learner.update_report import UpdateReport
 from rl.metrics import MetricsLog, metric_info, read_metrics
 from rl.parity import ParityReport
 from rl.publish import Published
@@ -24,6 +25,7 @@ UPDATE = UpdateReport(
     clip_frac=0.25,
     kl_behavior_policy=0.125,
     grad_norm=1.5,
+    peak_bytes=2**30,
     expert_load_LE=np.array([[0.5, 0.5, 0.0], [0.125, 0.75, 0.125]]),
     terms={"loss/kl": 0.03125},
     watched={"kl/reference_policy": 0.0625},
@@ -43,6 +45,12 @@ SAMPLES = tuple(
     )
     for number, advantages in enumerate([(1.0, 1.0), (-1.0, -1.0), (9.0, 9.0)])
 )
+
+
+CHANGES = {
+    "model.layers.0.mlp.experts.gate_up_proj": CodeChanges(1, 4, 2, 2),
+    "model.layers.0.mlp.experts.down_proj": CodeChanges(1, 12, 1, 2),
+}
 
 
 def part(name: str, score: float | None) -> RewardNode:
@@ -79,7 +87,9 @@ def facts(hand) -> RoundFacts:
             entropy=0.75,
         ),
         update=UPDATE,
-        published=Published(version=WeightVersion(5), num_bytes=4096, codes_changed={"a": (1, 4), "b": (1, 12)}),
+        published=Published(
+            version=WeightVersion(5), num_bytes=4096, codes_changed=CHANGES, bits_per_expert_param=4.25
+        ),
         lr=3e-4,
         learner_version=4,
         load_balance_coef=0.5,
@@ -117,7 +127,10 @@ def test_the_metrics_of_a_round_by_hand(facts: RoundFacts):
         "tokens_per_s": 6.5,
         "lr": 3e-4,
         "codes_changed_frac": 2 / 16,
+        "scales_changed_frac": 3 / 4,
+        "codes_changed/layer_0": 2 / 16,
         "publish/bytes": 4096.0,
+        "publish/bits_per_expert_param": 4.25,
         "value/explained_variance": 0.75,
         "loss/total": -0.5 + 1.0 + 0.75 + 0.03125,
         "loss/policy": -0.5,
@@ -130,6 +143,7 @@ def test_the_metrics_of_a_round_by_hand(facts: RoundFacts):
         "kl/reference_policy": 0.0625,
         "grad_norm": 1.5,
         "tokens/trained": 7.0,
+        "memory/peak_bytes": 2.0**30,
         "expert_load/max_frac": 0.75,
         "expert_load/min_frac": 0.0,
         "experts/dead": 1.0,
@@ -145,9 +159,14 @@ def test_an_update_that_did_not_happen_is_left_out(facts: RoundFacts):
         "loss/total", "loss/policy", "loss/balance", "loss/router_z", "clip_frac", "advantage/std",
         "kl/behavior_policy", "grad_norm",
         "loss/kl", "kl/reference_policy", "tokens/trained", "expert_load/max_frac", "expert_load/min_frac",
-        "experts/dead",
+        "experts/dead", "memory/peak_bytes",
     }  # fmt: skip
     assert without == {name: value for name, value in with_update.items() if name not in left_out}
+
+
+def test_memory_that_the_kernel_does_not_tell_is_left_out(facts: RoundFacts):
+    got = round_metrics(replace(facts, update=replace(UPDATE, peak_bytes=None)), rollout_s=2.0)
+    assert got.keys() == round_metrics(facts, rollout_s=2.0).keys() - {"memory/peak_bytes"}
 
 
 def test_the_loads_of_the_ranks_are_shown_where_there_are_several(facts: RoundFacts):
@@ -216,7 +235,7 @@ def test_a_row_a_round_with_the_times_of_its_stages(facts: RoundFacts, tmp_path,
         recorder = Recorder(log=log, tracker=tracker, progress=progress)
         with recorder.stage("evaluate"):
             clock[0] += 3
-        recorder.record_start([evaluation(3, 4), evaluation(1, 4, Decoding.SAMPLED)])
+        recorder.record_start([evaluation(3, 4), evaluation(1, 4, Decoding.SAMPLED)], warm_start_loss=0.625)
         for _ in range(2):
             for name, seconds in (("rollout", 2.0), ("update", 1.0), ("rollout", 2.0)):
                 with recorder.stage(name):
@@ -228,6 +247,7 @@ def test_a_row_a_round_with_the_times_of_its_stages(facts: RoundFacts, tmp_path,
         "time/evaluate_s": 3.0, "time/round_s": 3.0
     }  # fmt: skip
     assert (start["eval/greedy"], start["eval/sampled"]) == (0.75, 0.25)
+    assert start["loss/warm_start"] == 0.625
     for values in (first, second):
         assert {name: value for name, value in values.items() if name.startswith("time/")} == {
             "time/rollout_s": 4.0, "time/update_s": 1.0, "time/round_s": 5.5

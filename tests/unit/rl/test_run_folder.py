@@ -12,6 +12,7 @@ import yaml
 from rl import run_folder
 from rl.config import RunConfig
 from rl.config_check import ConfigError, flatten
+from rl.learner.config import ActivationCheckpointing
 from rl.machine import ProcessIdentity, current_process
 from rl.run_folder import RunFolder, RunResult, RunState
 
@@ -119,6 +120,7 @@ def test_what_only_says_how_the_run_is_carried_out_may_change(tmp_path: Path) ->
     RunFolder.open(config_in(tmp_path)).close()
     config = config_in(tmp_path, checkpoint_every=1)
     config.logging.project, config.rollout.num_workers, config.parity.max_abs_nats = "other", 1, 0.1
+    config.learner.activation_checkpointing = ActivationCheckpointing.block
     with RunFolder.open(config) as folder:
         assert folder.is_resumed
     assert set(flatten(RunConfig())) >= run_folder.FREE_TO_CHANGE
@@ -130,13 +132,16 @@ def test_a_key_that_was_unknown_then_had_its_default(tmp_path: Path) -> None:
     stored = yaml.safe_load(file.read_text())
     del stored["algorithm"]["router_z_coef"]
     file.write_text(yaml.safe_dump(stored))
-    RunFolder.open(config_in(tmp_path)).close()
     config = config_in(tmp_path)
     config.algorithm.router_z_coef = 0.1
+    with pytest.raises(ConfigError) as caught:
+        RunFolder.open(config)
+    assert str(caught.value) == (
+        f"algorithm.router_z_coef: {tmp_path}/run was started without this key, which meant 0.0, got 0.1; put it back "
+        "to go on with that run, or choose another run.name for a new one"
+    )
     RunFolder.open(config_in(tmp_path)).close()
-    with pytest.raises(
-        ConfigError, match=r"^algorithm\.router_z_coef: .* was started with 0\.0, got 0\.1; put it back"
-    ):
+    with pytest.raises(ConfigError, match=r"^algorithm\.router_z_coef: .* was started with 0\.0, got 0\.1; put it"):
         RunFolder.open(config)
 
 

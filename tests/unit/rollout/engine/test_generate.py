@@ -148,6 +148,19 @@ def test_published_bytes_run_as_they_are(folder, tmp_path):
     assert a.text == ""
 
 
+def test_a_checkpoint_with_the_bytes_trained_on_runs_those(folder, tmp_path):
+    trained_on = published_view({name: master * 1.5 for name, master in masters().items()})
+    (tmp_path / "published").mkdir()
+    save_model(tmp_path, CONFIG, masters(), {})
+    save_model(tmp_path / "published", CONFIG, trained_on, {})
+    settings = [{}, {"load": LoadMode.mmap}] if available_isas() else [{}]
+    for how in settings:
+        views = Engine.load(tmp_path, dataclasses.replace(SMALL, **how)).running_views()
+        assert all(np.array_equal(views[name], view(packed).numpy()) for name, packed in trained_on.items())
+    unquantized = Engine.load(tmp_path, dataclasses.replace(SMALL, precision=Precision.fp32)).running_views()
+    assert all(np.array_equal(unquantized[name], master.numpy()) for name, master in masters().items())
+
+
 def test_a_published_checkpoint_runs_too(tmp_path):
     config = dataclasses.replace(CONFIG, family=Family.mixtral, router_bias=False)
     (tmp_path / "hf").mkdir()
@@ -224,8 +237,20 @@ def test_a_folder_without_a_checkpoint_is_named(tmp_path):
         ({"top_p": 0.0}, "top_p: must be above 0 and at most 1, got 0.0; use 1 for all tokens"),
         ({"min_p": 1.5}, "min_p: must lie in 0..1, got 1.5; use 0 for all tokens"),
         ({"stop": ("a", "")}, "stop: a stop string must have text, got an empty one; leave it out"),
+        ({"stop": "END"}, "stop: must be a list of texts, got 'END'; put a single one into a list"),
+        ({"stop": None}, "stop: must be a list of texts, got None; put a single one into a list"),
+        ({"stop": {"a": 1}}, "stop: must be a list of texts, got {'a': 1}; put a single one into a list"),
+        ({"stop": ("a", 5)}, "stop: must hold texts only, got 5; leave it out"),
+        ({"stop_ids": 7}, "stop_ids: must be a list of token ids (whole numbers), got 7; put a single one into a list"),
+        (
+            {"stop_ids": "7"},
+            "stop_ids: must be a list of token ids (whole numbers), got '7'; put a single one into a list",
+        ),
+        ({"stop_ids": [7, "8"]}, "stop_ids: must hold token ids (whole numbers) only, got '8'; leave it out"),
+        ({"stop_ids": [True]}, "stop_ids: must hold token ids (whole numbers) only, got True; leave it out"),
+        ({"stop_ids": [3, -1]}, "stop_ids: must not be negative, got -1; leave it out"),
     ],
-    ids=range(4),
+    ids=range(13),
 )
 def test_sampling_parameters_that_make_no_sense_are_one_line(how, line):
     with pytest.raises(TrajectoryError) as caught:
@@ -252,6 +277,71 @@ def test_what_is_no_prompt_is_named_in_one_line(engine, prompts, line):
     with pytest.raises(PromptError) as caught:
         engine.generate(prompts)
     assert str(caught.value) == line
+
+
+TOOL = TOOLS[0]
+
+
+@pytest.mark.parametrize(
+    ("tools", "line"),
+    [
+        (None, "tools: must be a list of tools, got None; put a single one into a list, or leave it out"),
+        ("f", "tools: must be a list of tools, got 'f'; put a single one into a list, or leave it out"),
+        (TOOL, f"tools: must be a list of tools, got {TOOL}; put a single one into a list, or leave it out"),
+        (
+            ["f"],
+            "tools[0]: must declare a function by its name, got 'f'; write "
+            '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}',
+        ),
+        (
+            [TOOL, {"name": "g", "parameters": {}}],
+            "tools[1]: must declare a function by its name, got {'name': 'g', 'parameters': {}}; write "
+            '{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}',
+        ),
+        (
+            [{"type": "function", "function": {"name": "g", "parameters": {1, 2}}}],
+            "tools[0]: must be what JSON can hold, got Object of type set is not JSON serializable; use lists, texts "
+            "and numbers",
+        ),
+    ],
+    ids=range(6),
+)
+def test_what_is_no_list_of_tools_is_named_in_one_line(engine, tools, line):
+    with pytest.raises(PromptError) as caught:
+        engine.generate([CHAT], tools=tools)
+    assert str(caught.value) == line
+
+
+def test_stop_ids_may_be_a_list_or_numbers_of_numpy(engine, monkeypatch):
+    scripted(engine, monkeypatch, [9, 8, 7, 6], [9, 8, 7, 6])
+    params = [SamplingParams(max_tokens=4, stop_ids=given) for given in ([7], (np.int64(7),))]
+    assert [one.ids for one in engine.generate(["a", "b"], params)] == [(9, 8, 7)] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        (5, "engine: a checkpoint must be given as a path, got 5; name its folder as a text"),
+        (None, "engine: a checkpoint must be given as a path, got None; name its folder as a text"),
+        (b"/tmp", "engine: a checkpoint must be given as a path, got b'/tmp'; name its folder as a text"),
+        (
+            "hf://openai/gpt-oss-20b",
+            "engine: a checkpoint is loaded from a folder of this machine, got the URL hf://openai/gpt-oss-20b; "
+            "download it, or convert it with python -m model.export, which reads URLs",
+        ),
+    ],
+    ids=range(4),
+)
+def test_what_is_no_folder_is_named_in_one_line(path, line):
+    with pytest.raises(EngineConfigError) as caught:
+        Engine.load(path, SMALL)
+    assert str(caught.value) == line
+
+
+def test_a_chat_format_that_is_no_text_is_named(folder):
+    given: Any = ["chatml"]
+    with pytest.raises(EngineConfigError, match=r"^engine\.chat_format: no such choice, got \['chatml'\]; choose one"):
+        Engine.load(folder, SMALL, chat_format=given)
 
 
 def test_a_string_is_one_prompt(engine):
