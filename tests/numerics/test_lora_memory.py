@@ -48,7 +48,7 @@ def test_a_frozen_base_has_no_masters_gradients_or_moments(tmp_path: Path) -> No
     parameters = ModelSize.of(MODEL).num_total
     trained = num_adapter_parameters(MODEL, LORA)
     assert trained < 0.05 * parameters
-    # Master, moments, view and gradient are 20 bytes a parameter; a base is its bytes, and those packed for the kernels:
+    # Master, moments, view and gradient are 20 bytes a parameter; a base is its bytes and those packed for kernels:
     # 1.1 together. The rest is what the start was read into, as far as the allocator keeps it.
     assert whole > 20 * parameters, whole
     assert adapted < 6 * parameters, adapted
