@@ -23,7 +23,9 @@ from tests.numerics.ranks import Case, Found
 from tests.numerics.test_expert_parallel import BALANCE, EVERY_FAMILY, TOLERANCE, assert_close, sample
 
 LORA = LoraConfig(rank=4, alpha=8.0)
-PARTS = {t.value: LoraConfig(rank=4, alpha=8.0, targets=t) for t in (LoraTargets.attention, LoraTargets.experts)}
+PARTS: dict[str, Any] = {
+    t.value: LoraConfig(rank=4, alpha=8.0, targets=t) for t in (LoraTargets.attention, LoraTargets.experts)
+}
 
 
 @pytest.fixture
