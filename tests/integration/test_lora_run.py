@@ -17,7 +17,7 @@ from tests.integration.test_resume import outcome, run_to_the_end, start
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-LORA = ["learner.lora.rank=8", "algorithm.kl_coef=0.1"]
+LORA = ["learner.lora.rank=8", "algorithm.kl_coef=0.1", "algorithm.num_minibatches=1"]
 
 
 @pytest.mark.timeout(660)

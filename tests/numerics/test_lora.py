@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from model.lora import adapted_name, adapter_shapes, initial_adapters, merged
 from model.packed_attention import PackedAttention
 from model.parallel.groups import Ranks
 from model.size import num_adapter_parameters
-from model.snapshot import SnapshotError, published_view, view
+from model.snapshot import SnapshotError, WeightSnapshot, published_view, view
 from model.transformer import Transformer, parameter_shapes
 from rl.batch import TrainSample, pack
 from rl.learner.balance import BalanceSettings
@@ -153,6 +153,12 @@ def make_learner(config: ModelConfig, start: Path, lora: LoraConfig, kernels: Ke
     return Learner(spec, Rendezvous(rank=0, world_size=1, address="127.0.0.1", port=free_port()))
 
 
+def snapshot_of(learner: Learner, version: int) -> tuple[WeightSnapshot, Mapping[str, tuple[int, int]]]:
+    made = learner.snapshot(WeightVersion(version))
+    assert made is not None
+    return made
+
+
 def make_worker(config: ModelConfig, lora: LoraConfig, kernels: KernelChoice = KernelChoice.auto):
     engine = Engine(config, EngineConfig(max_batch_size=4, max_seq_len=64), kernels=resolve_kernels(kernels), lora=lora)
     return engine, Subscriber(config, engine, lora)
@@ -167,7 +173,7 @@ def carry_out_rounds(
     base = {name: packed for name, packed in learner._policy.packed.items() if name not in learner._policy.masters()}
     before = {name: master.detach().clone() for name, master in learner._policy.masters().items()}
     for version in range(num_rounds):
-        snapshot, changed = learner.snapshot(WeightVersion(version))
+        snapshot, changed = snapshot_of(learner, version)
         travels = adapter_shapes(config, lora).keys() | (base.keys() if version == 0 else set())
         assert snapshot.tensors.keys() == travels
         assert subscriber.receive(snapshot) == learner.digests()
@@ -215,7 +221,7 @@ def test_the_optimizer_has_state_for_the_adapters_alone(tmp_path: Path):
     config = MINI[Family.gpt_oss]
     learner = make_learner(config, write_start(config, tmp_path / "start"), LORA)
     engine, subscriber = make_worker(config, LORA)
-    subscriber.receive(learner.snapshot(WeightVersion(0))[0])
+    subscriber.receive(snapshot_of(learner, 0)[0])
     samples = sampled(engine, 0)
     learner.update([samples], GRPO, 1e-2)
     moments, num_steps = learner._engine.optimizer_state()
@@ -232,7 +238,7 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on_to_the_last_bit(family: Fam
     config = MINI[family]
     learner = make_learner(config, write_start(config, tmp_path / "start"), LORA)
     engine, subscriber = make_worker(config, LORA)
-    subscriber.receive(learner.snapshot(WeightVersion(0))[0])
+    subscriber.receive(snapshot_of(learner, 0)[0])
     samples = sampled(engine, 0)
     losses = [learner.fit(samples, 1e-2) for _ in range(12)]
     assert losses[-1] < 0.9 * losses[0]
@@ -249,8 +255,8 @@ def test_a_checkpoint_holds_the_adapters_and_goes_on_to_the_last_bit(family: Fam
         assert [other.fit(samples, 1e-2) for _ in range(2)] == expected
         assert other.digests() == learner.digests()
     # A new worker gets everything again, the old one knows its base.
-    subscriber.receive(learner.snapshot(WeightVersion(1))[0])
-    first, _ = other.snapshot(WeightVersion(2))
+    subscriber.receive(snapshot_of(learner, 1)[0])
+    first, _ = snapshot_of(other, 2)
     assert first.base_version is None
     assert make_worker(config, LORA)[1].receive(first) == learner.digests()
 
@@ -291,11 +297,11 @@ def test_a_worker_with_another_base_says_so(tmp_path: Path):
     save_model(other_start, config, dict(make_model(config, seed=1).named_parameters()), {})
     other = make_learner(config, other_start, LORA)
     _, subscriber = make_worker(config, LORA)
-    learner.snapshot(WeightVersion(0))
-    adapters, _ = learner.snapshot(WeightVersion(1))
+    snapshot_of(learner, 0)
+    adapters, _ = snapshot_of(learner, 1)
     with pytest.raises(SnapshotError, match=r"its adapters belong to the base of version 0, got a base with .* other"):
         subscriber.receive(adapters)
-    full, _ = other.snapshot(WeightVersion(0))
+    full, _ = snapshot_of(other, 0)
     running = subscriber.receive(full)
     with pytest.raises(SnapshotError, match="snapshot 1: its adapters belong to the base of version 0"):
         subscriber.receive(adapters)

@@ -24,7 +24,9 @@ from tests.numerics.test_expert_parallel import BALANCE, EVERY_FAMILY, TOLERANCE
 from tests.numerics.test_placement import assert_same
 
 LORA = LoraConfig(rank=4, alpha=8.0)
-PARTS = {t.value: LoraConfig(rank=4, alpha=8.0, targets=t) for t in (LoraTargets.attention, LoraTargets.experts)}
+PARTS: dict[str, Any] = {
+    t.value: LoraConfig(rank=4, alpha=8.0, targets=t) for t in (LoraTargets.attention, LoraTargets.experts)
+}
 
 
 @pytest.fixture

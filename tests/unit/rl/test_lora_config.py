@@ -82,4 +82,4 @@ def test_a_frozen_base_needs_less_memory_by_the_estimate() -> None:
     assert count_trained(trained) == count_parameters(trained) > 30e9
     assert count_trained(adapted) < 0.02 * count_parameters(adapted)
     whole, base = (estimate_memory_bytes(config, plan)["learner"] for config in (trained, adapted))
-    assert base < 0.4 * whole
+    assert base < 0.45 * whole
