@@ -148,7 +148,8 @@ class _PlainKernels:
 
     def gated_unit(self, h_N2F: torch.Tensor) -> torch.Tensor:
         """See `AdaptedKernels`."""
-        return gated_unit(*h_N2F.chunk(2, dim=-1), None)
+        gate_NF, up_NF = h_N2F.chunk(2, dim=-1)
+        return gated_unit(gate_NF, up_NF, None)
 
 
 def adapted_experts(
@@ -218,11 +219,12 @@ class _MultiplyRows(torch.autograd.Function):
         counts: list[int] = ctx.counts
         grad_NO = grads[0].float()
         grad_x_NI = grad_NO.new_empty(len(grad_NO), ctx.num_inputs)
-        grad_weight_EOI = None if weight_EOI is None else torch.zeros(weight_EOI.shape, device=grad_NO.device)
+        grad_weight_EOI = None
         for expert, (grad_nO, grad_x_nI) in enumerate(zip(grad_NO.split(counts), grad_x_NI.split(counts), strict=True)):
             if counts[expert]:
                 torch.mm(grad_nO, ctx.matrices.matrix(expert), out=grad_x_nI)
-        if grad_weight_EOI is not None:
+        if weight_EOI is not None:
+            grad_weight_EOI = torch.zeros(weight_EOI.shape, device=grad_NO.device)
             for expert, (grad_nO, x_nI) in enumerate(zip(grad_NO.split(counts), x_NI.split(counts), strict=True)):
                 torch.mm(grad_nO.T, x_nI.float(), out=grad_weight_EOI[expert])
             grad_weight_EOI = grad_weight_EOI.to(weight_EOI.dtype)
