@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from model.config import ModelConfig, QkNorm
-from model.layers import TORCH_DTYPE, HeadLinear, HeadNorm, Linear, Product, RMSNorm, side_by_side, with_adapters
+from model.layers import TORCH_DTYPE, HeadLinear, HeadNorm, Linear, RMSNorm, side_by_side, with_adapters
+from model.product import Product
 from model.rope import adjacent_pairs, rotate, score_factor
 
 

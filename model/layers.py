@@ -12,7 +12,7 @@ Shapes: T packed tokens, D model dim, V vocabulary, H heads, d head dim.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,21 +20,10 @@ from torch import nn
 
 from model.config import ComputeDtype
 from model.low_rank import LowRank
+from model.product import Parameters, Product
 from model.rope import adjacent_pairs
 
 TORCH_DTYPE = {ComputeDtype.fp32: torch.float32, ComputeDtype.bf16: torch.bfloat16}
-
-
-Parameters: TypeAlias = Callable[[], "tuple[torch.Tensor, torch.Tensor | None]"]
-"""Weight and bias of a product as tensors that take gradients; called only where one is computed."""
-
-
-class Product(Protocol):
-    """A product with a weight that was packed for a kernel."""
-
-    def __call__(self, x: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """`x @ weight.T + bias` in the dtype of `x`."""
-        ...
 
 
 class Linear(nn.Module):

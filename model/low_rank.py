@@ -15,7 +15,7 @@ of one expert, I inputs, O outputs, r rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,8 @@ from model.config import LoraConfig
 from model.kernels.grouped_experts import eager
 from model.kernels.grouped_experts.reference import Clamp, gated_unit
 from model.parallel.experts import gather_rows, weigh_rows
+from model.product import Product
 from model.rope import adjacent_pairs
-
-if TYPE_CHECKING:
-    from model.layers import Product
-    from model.moe import Experts
 
 
 class LowRank(nn.Module):
@@ -138,12 +135,17 @@ class AdaptedKernels(Protocol):
         ...
 
 
-class _PlainKernels:
+class PlainKernels:
     """A layer's frozen tensors in plain torch."""
 
-    def __init__(self, experts: Experts) -> None:
-        self.gate_up, self.down = PlainMatrices(experts.gate_up_proj), PlainMatrices(experts.down_proj)
-        self.biases = (experts.gate_up_proj_bias, experts.down_proj_bias)
+    def __init__(
+        self,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+        biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        self.gate_up, self.down = PlainMatrices(gate_up_E2FD), PlainMatrices(down_EDF)
+        self.biases = biases
         self.combine: Callable[..., torch.Tensor] = eager.combine
 
     def gated_unit(self, h_N2F: torch.Tensor) -> torch.Tensor:
@@ -153,7 +155,8 @@ class _PlainKernels:
 
 
 def adapted_experts(
-    experts: Experts,
+    kernels: AdaptedKernels,
+    clamp: Clamp | None,
     gate_up_lora: LowRankExperts,
     down_lora: LowRankExperts,
     x_TD: torch.Tensor,
@@ -164,13 +167,12 @@ def adapted_experts(
 
     The layer's own tensors are frozen: the gradient reaches the adapters, `x_TD` and `weights_TK`.
     """
-    kernels: AdaptedKernels = _PlainKernels(experts) if experts.adapted is None else experts.adapted
     rows = eager.sort_rows(chosen_TK, len(gate_up_lora.A))
     gate_up_bias_E2F, down_bias_ED = kernels.biases
     x_ND = gather_rows(x_TD, rows)
     h_N2F = multiply_rows(x_ND, kernels.gate_up, rows.counts)
     h_N2F = gate_up_lora(_with_bias(h_N2F, gate_up_bias_E2F, rows.counts), x_ND, rows.counts)
-    act_NF = _unit(h_N2F, experts.clamp, kernels).to(x_TD.dtype)
+    act_NF = _unit(h_N2F, clamp, kernels).to(x_TD.dtype)
     out_ND = multiply_rows(act_NF, kernels.down, rows.counts)
     out_ND = down_lora(_with_bias(out_ND, down_bias_ED, rows.counts), act_NF, rows.counts)
     return weigh_rows(out_ND, weights_TK, rows, kernels.combine)

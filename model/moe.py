@@ -24,9 +24,10 @@ from model.config import Activation, ModelConfig, RouterScores
 from model.kernels.dispatch import ExpertsForward
 from model.kernels.grouped_experts import eager
 from model.kernels.grouped_experts.reference import Clamp
-from model.layers import TORCH_DTYPE, Mlp, Product
-from model.low_rank import AdaptedKernels, LowRankExperts, adapted_experts
+from model.layers import TORCH_DTYPE, Mlp
+from model.low_rank import AdaptedKernels, LowRankExperts, PlainKernels, adapted_experts
 from model.parallel.experts import ExpertExchange
+from model.product import Product
 
 
 class Routing(NamedTuple):
@@ -161,7 +162,10 @@ class Experts(nn.Module):
 
     def _compute(self, x_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         if self.gate_up_lora is not None and self.down_lora is not None:
-            return adapted_experts(self, self.gate_up_lora, self.down_lora, x_TD, chosen_TK, weights_TK)
+            biases = (self.gate_up_proj_bias, self.down_proj_bias)
+            kernels = self.adapted or PlainKernels(self.gate_up_proj, self.down_proj, biases)
+            adapters = (self.gate_up_lora, self.down_lora)
+            return adapted_experts(kernels, self.clamp, *adapters, x_TD, chosen_TK, weights_TK)
         if self.packed is not None:
             return self.packed(x_TD, chosen_TK, weights_TK, lambda: self.parameters_as(x_TD.dtype))
         gate_up, down, gate_up_bias, down_bias = self.parameters_as(x_TD.dtype)

@@ -21,8 +21,9 @@ from torch import nn
 from model.attention import Attend, make_attention
 from model.config import ConfigError, ModelConfig
 from model.kernels.dispatch import ExpertsForward, grouped_experts
-from model.layers import TORCH_DTYPE, Embedding, Linear, Mlp, Product, RMSNorm, project_logits
+from model.layers import TORCH_DTYPE, Embedding, Linear, Mlp, RMSNorm, project_logits
 from model.moe import MoE, Routing
+from model.product import Product
 from model.recompute import recomputed
 from model.rope import RotationTable
 
