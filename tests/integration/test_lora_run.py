@@ -29,7 +29,7 @@ def test_a_killed_run_of_adapters_ends_equal(more: list[str], tmp_path: Path) ->
     assert isinstance(rows, list)
     assert [row["round"] for row in rows] == [0, 1, 2, 3, 4]
     assert {row["parity/max_abs_nats"] for row in rows[1:]} == {0.0}
-    assert all(row["codes_changed_frac"] > 0 for row in rows[1:]), "the control: every round trains the adapters"
+    assert all(row["grad_norm"] > 0 for row in rows[1:]), "the control: every round trains the adapters"
     assert rows[1]["kl/reference_policy"] == 0, "the reference is the base, where the run starts"
     assert all(row["kl/reference_policy"] > 0 for row in rows[2:])
     checkpoints = tmp_path / "undisturbed" / "coding" / "checkpoints"
