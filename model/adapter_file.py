@@ -22,7 +22,7 @@ from model.loaded import CheckpointError, LoadedModel
 from model.lora import adapter_shapes, base_digest
 from model.manifest import verify_digests, with_digests
 from model.safetensors_file import write_safetensors
-from model.snapshot import PackedTensor, digest
+from model.snapshot import digests
 
 ADAPTERS_FILE = "adapters.safetensors"
 BASE_FOLDER = "base"
@@ -91,7 +91,7 @@ def load_base(folder: Path, stored: StoredAdapters) -> LoadedModel:
             f"{folder}: its adapters need their base in {stored.base}, got no such folder; keep both side by side"
         )
     loaded = load_model(stored.base)
-    check_base(folder, stored, loaded.packed())
+    check_base(folder, stored, digests(loaded.packed()))
     expected = adapter_shapes(loaded.config, stored.lora)
     found = {name: tuple(master.shape) for name, master in stored.masters.items()}
     if found != expected:
@@ -103,9 +103,9 @@ def load_base(folder: Path, stored: StoredAdapters) -> LoadedModel:
     return loaded
 
 
-def check_base(folder: Path, stored: StoredAdapters, base: Mapping[str, PackedTensor]) -> None:
-    """Raises CheckpointError where `base` is not the one that the adapters of `folder` were trained on."""
-    found = base_digest({name: digest(name, packed) for name, packed in base.items()})
+def check_base(folder: Path, stored: StoredAdapters, base: Mapping[str, str]) -> None:
+    """Raises CheckpointError where the base with these digests is not the one that the adapters were trained on."""
+    found = base_digest(base)
     if found != stored.base_digest:
         raise CheckpointError(
             f"{folder}: adapters belong to the base with digest {stored.base_digest}, got {found}; restore the base "

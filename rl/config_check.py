@@ -43,7 +43,6 @@ _CHECKPOINT_BYTES_PER_PARAM: Final = 16  # fp32 master, two Adam moments, publis
 _REFERENCE_BYTES_PER_PARAM: Final = 6  # published bytes and their fp32 view
 _FROZEN_BYTES_PER_PARAM: Final = 10  # a base: published bytes, those packed for kernels, and the start being read
 _PUBLISHED_BYTES_PER_PARAM: Final = 2  # at most those of bf16
-_HELD_BACK_BYTES_PER_PARAM: Final = _PUBLISHED_BYTES_PER_PARAM
 _LOG_BYTES: Final = 200 * _MIB
 
 
@@ -432,7 +431,7 @@ def estimate_memory_bytes(config: RunConfig, plan: WorkerPlan) -> dict[str, int]
     elif config.algorithm.kl_coef:
         learner += parameters * _REFERENCE_BYTES_PER_PARAM
     num_held = config.rollout.hold_back_versions and config.rollout.hold_back_versions + 1
-    held_back = {"held-back versions": num_held * parameters * _HELD_BACK_BYTES_PER_PARAM} if num_held else {}
+    held_back = {"held-back versions": num_held * parameters * _PUBLISHED_BYTES_PER_PARAM} if num_held else {}
     return {
         "Ray": _RAY_BYTES,
         "object store": config.cluster.object_store_mb * _MIB,
@@ -463,7 +462,7 @@ def preflight(config: RunConfig) -> list[str]:
         ConfigError: CPUs, memory or disk are short.
     """
     root = Path(config.run.root)
-    per_param = _CHECKPOINT_BYTES_PER_PARAM + config.rollout.hold_back_versions * _HELD_BACK_BYTES_PER_PARAM
+    per_param = _CHECKPOINT_BYTES_PER_PARAM + config.rollout.hold_back_versions * _PUBLISHED_BYTES_PER_PARAM
     needed_disk = (config.run.keep_checkpoints + 1) * count_trained(config) * per_param + _LOG_BYTES
     if config.learner.lora.rank:
         needed_disk += count_parameters(config) * _PUBLISHED_BYTES_PER_PARAM  # the base, once

@@ -105,11 +105,20 @@ def peak_memory_bytes() -> int | None:
 
 
 def peak_growth_bytes(call: Callable[[], object]) -> int:
-    """Growth of the peak resident size during `call`; make a small one before, for what a first call loads (Linux)."""
+    """Growth of the peak resident size during `call`; make a small one before, for what a first call loads (Linux).
+
+    Raises:
+        OSError: This kernel does not tell them.
+    """
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again: a process inherits its parent's
-    before = _status_bytes("VmRSS") or 0
+    before = _status_bytes("VmRSS")
     call()
-    return (_status_bytes("VmHWM") or 0) - before
+    peak = peak_memory_bytes()
+    if before is None or peak is None:
+        raise OSError(
+            "/proc/self/status: must tell VmRSS and VmHWM, got one or none of them; measure on another kernel"
+        )
+    return peak - before
 
 
 def _status_bytes(field: str) -> int | None:

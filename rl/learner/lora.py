@@ -40,7 +40,6 @@ from model.snapshot import (
     PackedTensor,
     StraightThrough,
     WeightSnapshot,
-    codes_changed,
     digests,
     publish_tensor,
     view,
@@ -103,6 +102,7 @@ class AdapterPolicy(PublishedPolicy):
             CheckpointError: The folder has no adapters, or others than this run's settings ask for.
         """
         base = loaded.packed()
+        base_digests = digests(base)
         if folder is None:
             masters: Mapping[str, torch.Tensor] = initial_adapters(self._config, self._lora, self._seed)
         else:
@@ -112,14 +112,14 @@ class AdapterPolicy(PublishedPolicy):
                     f"checkpoint {folder.name}: its adapters must have the learner.lora of this run, got {stored.lora};"
                     " resume with the settings it was saved with"
                 )
-            check_base(folder, stored, base)
+            check_base(folder, stored, base_digests)
             masters = stored.masters
-        self._hold(base)
+        self._hold(base, base_digests)
         return {name: self.own_part(name, master) for name, master in masters.items()}
 
-    def _hold(self, whole: Mapping[str, PackedTensor]) -> None:
+    def _hold(self, whole: Mapping[str, PackedTensor], base_digests: Mapping[str, str]) -> None:
         """Compute with this base from now on; `whole` has all experts."""
-        self._base_digests = digests(whole)
+        self._base_digests = dict(base_digests)
         self._base_version = None
         experts = {name: own for name, own in self._experts.items() if name in whole}
         self._base = dict(whole) | {name: whole[name].take(own) for name, own in experts.items()}
@@ -156,7 +156,10 @@ class AdapterPolicy(PublishedPolicy):
         return True
 
     def snapshot(self, version: WeightVersion) -> tuple[WeightSnapshot, Mapping[str, CodeChanges]] | None:
-        """See `PublishedPolicy.snapshot`; after the first one of a base, the adapters alone travel: no code moves."""
+        """See `PublishedPolicy.snapshot`; after the first one of a base, the adapters alone travel.
+
+        No MXFP4 code of the base ever changes, and adapters have none.
+        """
         is_first = self._base_version is None
         own = self.whole(self._published_adapters())
         base = self.whole(self._base) if is_first else {}
@@ -164,15 +167,13 @@ class AdapterPolicy(PublishedPolicy):
             self._base_version = version
         if own is None or base is None:
             return None
-        changed = codes_changed(self._published, own) if self._published else {}
-        self._published = own
         snapshot = WeightSnapshot(
             version=version,
             tensors=base | own,
             digests=self._base_digests | digests(own),
             base_version=None if is_first else self._base_version,
         )
-        return snapshot, changed
+        return snapshot, {}
 
     def digests(self) -> dict[str, str] | None:
         """See `PublishedPolicy.digests`."""

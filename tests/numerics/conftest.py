@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -8,3 +10,12 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def own_environment():
+    """For learners in this process: DeepSpeed meets its ranks through environment variables."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

@@ -1,8 +1,6 @@
 """Every family goes through the same engine and the same learner: sample, gate, update, publish, sample again."""
 
 import dataclasses
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +24,10 @@ from rollout.types import SampleRequest, SamplingParams, WeightVersion
 from tests.numerics.families import MINI, make_model
 from tests.ports import free_port
 
+pytestmark = pytest.mark.usefixtures("own_environment")
+
 GRPO = Grpo(clip=Clip(0.2, 0.28), normalize=False)
 NUM_SAMPLES, PROMPT, ANSWER = 6, 12, 16
-
-
-@pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    """DeepSpeed meets its ranks through environment variables."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def make_learner(config: ModelConfig, start: Path, kernels: KernelChoice = KernelChoice.auto) -> Learner:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,21 +37,14 @@ from tests.numerics.test_learner_families import ANSWER, GRPO, NUM_SAMPLES, samp
 from tests.numerics.tolerances import TRANSFORMER_PACKING, relative_error, summed
 from tests.ports import free_port
 
+pytestmark = pytest.mark.usefixtures("own_environment")
+
 LORA = LoraConfig(rank=4, alpha=8.0)
 EVERY_TARGETS = [LoraConfig(rank=4, alpha=8.0, targets=targets) for targets in LoraTargets]
 
 GRADIENT = 4 * 8 * summed(128)
 """At most 4 layers of 8 chained products, forward and backward, of sums of at most 128 terms; B A is one matrix or two
 products."""
-
-
-@pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    """DeepSpeed meets its ranks through environment variables."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def random_adapters(config: ModelConfig, lora: LoraConfig) -> dict[str, torch.Tensor]:
