@@ -1,19 +1,10 @@
 """Tools: typed Python functions that the policy calls, and the boundary around each call.
 
-    @tool
-    def transfer(self, payer: str, payee: str, amount: int) -> str:
-        \"\"\"Move money between two accounts.
-
-        Args:
-            payer: The account that pays.
-            payee: The account that receives.
-            amount: Whole units.
-        \"\"\"
-
-The signature and the docstring become the declaration that chat formats show (OpenAI's function schema), and the same
-schema checks each call before the function runs. A mistake of the policy never raises: a call that cannot be read, an
-unknown tool, arguments that break the schema and an exception inside the function each become a tool message, and are
-counted apart. Only `SandboxLost` passes through: infrastructure is not the policy's mistake.
+`@tool` marks a method (`envs/tool_env.py` shows one). Its signature and its docstring become the declaration that chat
+formats show (OpenAI's function schema), and the same schema checks each call before the function runs. A mistake of the
+policy never raises: a call that cannot be read, an unknown tool, arguments that break the schema and an exception
+inside the function each become a tool message, and are counted apart. Only `SandboxLost` passes through: infrastructure
+is not the policy's mistake.
 """
 
 from __future__ import annotations
@@ -49,7 +40,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCounts:
-    """Calls of an episode by outcome; `calls` are all of them, the well-formed and well-typed ones that ran included."""
+    """Calls of an episode: all, and those that could not be read, named no tool, broke the schema, or failed."""
 
     calls: int = 0
     malformed: int = 0
@@ -152,7 +143,7 @@ def as_tool(function: Callable[..., Any]) -> Tool:
         fields[parameter.name] = (hints[parameter.name], _field(parameter, parts.arguments[parameter.name]))
     unknown = sorted(parts.arguments.keys() - fields.keys())
     if unknown:
-        raise EnvError(f"tool {name}: the docstring describes no parameter, got {unknown[0]!r}; use the parameter's name")
+        raise EnvError(f"tool {name}: Args: describes no parameter, got {unknown[0]!r}; use the parameter's name")
     try:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
         arguments.model_json_schema()
@@ -160,9 +151,7 @@ def as_tool(function: Callable[..., Any]) -> Tool:
         reason = " ".join(str(problem).split())[:200]
         raise EnvError(f"tool {name}: a parameter's type has no JSON form, got <{reason}>; use JSON types") from None
     options: _Options = getattr(function, _MARK, _Options(parallel=False))
-    return Tool(
-        name=name, description=parts.description, run=function, arguments=arguments, parallel=options.parallel
-    )
+    return Tool(name=name, description=parts.description, run=function, arguments=arguments, parallel=options.parallel)
 
 
 def _field(parameter: inspect.Parameter, description: str) -> Any:
