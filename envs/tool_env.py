@@ -84,7 +84,7 @@ class ToolEnv(Env):
         """Whether `state` solves the task, or how many checks it passes."""
 
     def milestones(self, task: Task) -> Mapping[str, bool]:
-        """States on the way to the goal, and whether `state` has reached each of them now."""
+        """States on the way to the goal, and whether each holds now; those that hold at the start do not count."""
         return {}
 
     def violations(self, task: Task) -> Sequence[str]:
@@ -106,6 +106,7 @@ class ToolEnv(Env):
         self._box = ToolBox.of(self)
         self._turns: tuple[TurnEvidence, ...] = ()
         self._violations: tuple[str, ...] = tuple(self.violations(task))
+        self._given = frozenset(name for name, holds in self.milestones(task).items() if holds)
         if self._violations:
             raise EnvError(
                 f"task {task.id}: must not start in a forbidden state, got {self._violations[0]!r}; fix start"
@@ -121,7 +122,7 @@ class ToolEnv(Env):
             said = self.reply(task, message.content)
             observations = () if said is None else (Message(role=Role.USER, content=said),)
         counts, broken = self._box.counts, tuple(self.violations(task))
-        reached = self.milestones(task)
+        reached = [holds for name, holds in self.milestones(task).items() if name not in self._given]
         self._turns = (
             *self._turns,
             TurnEvidence(
@@ -130,7 +131,7 @@ class ToolEnv(Env):
                 visible=Checks(passed=0, declared=0),
                 num_calls=counts.calls - before.calls,
                 num_call_errors=counts.errors - before.errors,
-                milestones=Checks(passed=sum(map(bool, reached.values())), declared=len(reached)),
+                milestones=Checks(passed=sum(map(bool, reached)), declared=len(reached)),
                 violations=broken,
             ),
         )
@@ -163,11 +164,11 @@ class ToolEnv(Env):
 
     def snapshot(self) -> bytes:
         """The episode as it stands; `restore` of another instance goes on from it."""
-        return pickle.dumps((self._current(), self.state, self._turns, self._violations, self._box.counts))
+        return pickle.dumps((self._current(), self.state, self._given, self._turns, self._violations, self._box.counts))
 
     def restore(self, blob: bytes) -> None:
         """Take the place of the episode that made `blob` (of this program's own making: it is unpickled)."""
-        self._task, self.state, self._turns, self._violations, counts = pickle.loads(blob)
+        self._task, self.state, self._given, self._turns, self._violations, counts = pickle.loads(blob)
         self._box = ToolBox.of(self)
         self._box.counts = counts
 
