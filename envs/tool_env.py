@@ -1,41 +1,9 @@
 """An environment of tools: the policy changes a state by calls, and the state it leaves is graded.
 
-    # my_pkg/ledger.py         python -m rl.train env=custom env.target=my_pkg.ledger:Ledger
-    from envs.custom import question
-    from envs.tool_env import ToolEnv, call
-    from envs.tools import ToolError, tool
-
-    class Ledger(ToolEnv):
-        def tasks(self):
-            return [question(f"pay-{n}", f"Pay bob {n} from ada.", amount=n) for n in range(1, 9)]
-
-        def start(self, task):
-            return {"ada": 10, "bob": 0}
-
-        @tool
-        def transfer(self, payer: str, payee: str, amount: int) -> str:
-            \"\"\"Move money.
-
-            Args:
-                payer: Who pays.
-                payee: Who receives.
-                amount: Whole units.
-            \"\"\"
-            if not 0 < amount <= self.state.get(payer, 0):
-                raise ToolError("insufficient funds")
-            self.state[payer] -= amount
-            self.state[payee] = self.state.get(payee, 0) + amount
-            return "done"
-
-        def grade(self, task):
-            return self.state == {"ada": 10 - task.payload["amount"], "bob": task.payload["amount"]}
-
-        def solve(self, task):  # only for the warm start's demonstrations
-            return [call("transfer", payer="ada", payee="bob", amount=task.payload["amount"]), "Paid."]
-
+Subclass `ToolEnv`: `tasks`, `start`, one method under `@tool` for each tool, and `grade` (README.md has an example).
 A turn without calls ends the episode, unless `reply` has something to say to it. Whatever the grading needs is computed
 here, outside anything that the policy reaches.
-"""  # noqa: D214 (the docstring of the example is not this one's)
+"""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 import asyncio
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
-import envs.tool_env
 from envs.base import EnvError
 from envs.check import EnvContractError, check_env
 from envs.config import EnvConfig
@@ -14,8 +14,8 @@ from envs.custom import custom_factory, custom_tasks
 from envs.tool_env import call, calls
 from rollout.types import Checks, Message, Role, Verdict
 
-DOCSTRING = envs.tool_env.__doc__
-LEDGER = "\n".join(line[4:] for line in re.sub(r"^\S.*$", "", DOCSTRING, flags=re.MULTILINE).splitlines()[2:])
+README = (Path(__file__).parents[3] / "README.md").read_text()
+(LEDGER,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class Ledger" in block)
 GENEROUS = "\n\n\nclass Generous(Ledger):\n    def grade(self, task):\n        return True\n"
 STRICT = """
 
