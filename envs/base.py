@@ -93,7 +93,12 @@ def texts(answer: Answer) -> Iterator[str]:
         yield answer.content
     for call in answer.tool_calls:
         if isinstance(call, ToolCall):
-            yield f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=dict)}"
+            yield spelled(call)
+
+
+def spelled(call: ToolCall) -> str:
+    """A call as text: `name {"argument": value}`."""
+    return f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=dict)}"
 
 
 @runtime_checkable
