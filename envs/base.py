@@ -11,11 +11,13 @@ outside any box that the policy's code can reach. Sits below `rollout.episode`, 
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from rollout.types import Evidence, Message, Task
+from rollout.types import Answer, Evidence, Message, Task, ToolCall
 
 
 class EnvError(ValueError):
@@ -53,6 +55,18 @@ class Env(ABC):
     async def close(self) -> None:
         """Give every resource back. Idempotent."""
 
+    def state_hash(self) -> str:
+        """A digest of the state that the policy's actions change: equal states, equal hashes. Raises `EnvError`."""
+        raise EnvError(f"{type(self).__name__}: its state has no hash, got a call of state_hash; implement it")
+
+    def snapshot(self) -> bytes:
+        """The open episode as bytes that `restore` takes. Raises `EnvError` where it cannot be copied."""
+        raise EnvError(f"{type(self).__name__}: an episode cannot be copied, got a call of snapshot; implement it")
+
+    def restore(self, blob: bytes) -> None:
+        """Go on with the episode that `snapshot` copied. Raises `EnvError` where it cannot be."""
+        raise EnvError(f"{type(self).__name__}: an episode cannot be restored, got a call of restore; implement it")
+
 
 class EnvFactory(ABC):
     """Makes episodes and tasks; one for each rollout worker, shared by its episodes (it owns the sandbox pool)."""
@@ -68,6 +82,32 @@ class EnvFactory(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the episodes shared. Idempotent."""
+
+
+def texts(answer: Answer) -> Iterator[str]:
+    """What an answer spells, for a tokenizer's corpus: its content, and each call as `name {"argument": value}`."""
+    if isinstance(answer, str):
+        yield answer
+        return
+    if answer.content:
+        yield answer.content
+    for call in answer.tool_calls:
+        if isinstance(call, ToolCall):
+            yield spelled(call)
+
+
+def spelled(call: ToolCall) -> str:
+    """A call as text: `name {"argument": value}`."""
+    return f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=dict)}"
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """Whatever knows the right answers to tasks, one a turn; `None` where it does not."""
+
+    def solve(self, task: Task) -> Sequence[Answer] | None:
+        """The answers of an episode that passes every check."""
+        ...
 
 
 class TaskSource(ABC):
@@ -86,7 +126,7 @@ class TaskSource(ABC):
         """The first `count` held-out tasks, the same in every run of this source."""
 
     @abstractmethod
-    def demonstrations(self, seed: int) -> Iterator[tuple[Task, tuple[str, ...]]]:
+    def demonstrations(self, seed: int) -> Iterator[tuple[Task, tuple[Answer, ...]]]:
         """Endless (task, answers of the scripted solver, one a turn); answers after the episode's end are unused."""
 
     @abstractmethod

@@ -14,10 +14,9 @@ import asyncio
 import json
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
-from envs.base import Env, EnvError, EnvFactory, TaskSource
-from rollout.types import Evidence, Message, Role, Split, Task, Verdict
+from envs.base import Env, EnvError, EnvFactory, Solver, TaskSource, texts
+from rollout.types import Answer, Evidence, Message, Role, Split, Task, Verdict
 
 GARBAGE = (
     "",
@@ -34,16 +33,11 @@ NUM_TASKS = 32
 MAX_STEPS = 64
 """No environment of this contract needs more steps than this to end an episode of known answers."""
 
-Solve = Callable[[Task], Sequence[str] | None]
+Solve = Callable[[Task], Sequence[Answer] | None]
 
 
 class EnvContractError(EnvError):
     """An environment that breaks the contract."""
-
-
-@runtime_checkable
-class _Solver(Protocol):
-    def solve(self, task: Task) -> Sequence[str] | None: ...
 
 
 def check_env(factory: EnvFactory, tasks: TaskSource, *, solve: Solve | None = None, num_episodes: int = 2) -> None:
@@ -53,7 +47,7 @@ def check_env(factory: EnvFactory, tasks: TaskSource, *, solve: Solve | None = N
         EnvContractError: For the first breach.
     """
     if solve is None:
-        if not isinstance(tasks, _Solver):
+        if not isinstance(tasks, Solver):
             raise EnvContractError(
                 f"{type(tasks).__name__}: no known answers, got no method solve(task); add one or pass solve="
             )
@@ -100,7 +94,7 @@ def _check_tasks(tasks: TaskSource) -> None:
         _require(task.messages not in asked, task, "a held-out task must not be trained on", task.messages)
 
 
-async def _check_episodes(factory: EnvFactory, task: Task, answers: tuple[str, ...]) -> None:
+async def _check_episodes(factory: EnvFactory, task: Task, answers: tuple[Answer, ...]) -> None:
     idle = await _play(factory, task, ())
     _require(idle.verdict is not Verdict.VALID, task, "doing nothing must not be a valid outcome", idle.verdict)
     scripts = {"nothing": (), "silence": ("",) * MAX_STEPS, "an answer cut off": (_cut(answers[0]),)}
@@ -117,11 +111,13 @@ async def _check_episodes(factory: EnvFactory, task: Task, answers: tuple[str, .
         _require(late.hidden.all_passed, task, "the right answer must pass after a malformed one too", late.hidden)
 
 
-def _cut(answer: str) -> str:
-    return answer[: len(answer) // 2]
+def _cut(answer: Answer) -> str:
+    """The first half of what the answer spells: half of a call is none."""
+    text = "".join(texts(answer))
+    return text[: len(text) // 2]
 
 
-async def _play(factory: EnvFactory, task: Task, answers: Sequence[str]) -> Evidence:
+async def _play(factory: EnvFactory, task: Task, answers: Sequence[Answer]) -> Evidence:
     """One episode of fixed answers, graded twice and closed twice."""
     env = factory.make()
     try:
@@ -131,19 +127,20 @@ async def _play(factory: EnvFactory, task: Task, answers: Sequence[str]) -> Evid
             raise
         raise EnvContractError(
             f"task {task.id}: an episode must not raise, got {type(problem).__name__}: {problem} after the answers "
-            f"{[answer[:20] for answer in answers[:3]]}; return a message instead"
+            f"{[repr(answer)[:20] for answer in answers[:3]]}; return a message instead"
         ) from problem
     finally:
         await env.close()
         await env.close()
 
 
-async def _episode(env: Env, task: Task, answers: Sequence[str]) -> Evidence:
+async def _episode(env: Env, task: Task, answers: Sequence[Answer]) -> Evidence:
     opening = await env.reset(task)
     _require(len(opening) > 0, task, "reset must return the opening messages", opening)
     num_read = 0
     for answer in answers:
-        result = await env.step(Message(role=Role.ASSISTANT, content=answer))
+        said = Message(role=Role.ASSISTANT, content=answer) if isinstance(answer, str) else answer
+        result = await env.step(said)
         num_read += 1
         if result.terminated:
             break

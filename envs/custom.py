@@ -28,11 +28,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
-from envs.base import Env, EnvFactory, StepResult, TaskSource
+from envs.base import Env, EnvFactory, Solver, StepResult, TaskSource
 from envs.config import EnvConfig
 from envs.dataset import DatasetTasks, TaskList
 from envs.extension import ExtensionError, load_target
-from rollout.types import Checks, Evidence, Message, Role, Split, Task, TurnEvidence, Verdict
+from envs.tool_env import ToolEnv, WithTools
+from rollout.types import Answer, Checks, Evidence, Message, Role, Split, Task, TurnEvidence, Verdict
 
 
 def question(task_id: str, prompt: str, *, split: Split = Split.TRAIN, **payload: Any) -> Task:
@@ -106,11 +107,6 @@ class _HasTasks(Protocol):
     def tasks(self) -> Iterable[Task] | TaskSource: ...
 
 
-@runtime_checkable
-class _Solves(Protocol):
-    def solve(self, task: Task) -> Sequence[str] | None: ...
-
-
 class _PerEpisode(EnvFactory):
     """Makes a user's `Env` anew for each episode."""
 
@@ -150,9 +146,14 @@ def custom_factory(config: EnvConfig) -> EnvFactory:
 
 def custom_tasks(config: EnvConfig, seed: int) -> TaskSource:
     """The tasks of a user's environment, or of `env.dataset` where that is set. Raises `ExtensionError`."""
+    _, first = _made(config)
+    tasks = _tasks(config, first, seed)
+    return WithTools(tasks, first.declarations) if isinstance(first, ToolEnv) else tasks
+
+
+def _tasks(config: EnvConfig, first: object, seed: int) -> TaskSource:
     if config.dataset is not None:
         return DatasetTasks(config.dataset, seed=seed)
-    _, first = _made(config)
     if not isinstance(first, _HasTasks):
         raise ExtensionError(
             f"env.target: has no method tasks(), got {type(first).__name__} from {config.target!r}; "
@@ -162,8 +163,8 @@ def custom_tasks(config: EnvConfig, seed: int) -> TaskSource:
     if isinstance(tasks, TaskSource):
         return tasks
     tasks = tuple(tasks)
-    solutions: Mapping[str, tuple[str, ...]] = {}
-    if isinstance(first, _Solves):
+    solutions: Mapping[str, tuple[Answer, ...]] = {}
+    if isinstance(first, Solver):
         solved = {task.id: first.solve(task) for task in tasks}
         solutions = {task_id: tuple(answers) for task_id, answers in solved.items() if answers is not None}
     return TaskList(tasks, seed=seed, name=f"env.target {config.target!r}", solutions=solutions)

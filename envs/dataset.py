@@ -29,14 +29,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from envs.base import EnvError, TaskSource
+from envs.base import EnvError, TaskSource, texts
 from envs.coding.answer import extract, format_answer
 from envs.coding.compositions import Composition
 from envs.coding.examples import Example, Problem
 from envs.coding.tasks import CodingTasks
 from envs.config import EnvConfig
 from envs.sandbox.wire import BadValueError, encode_value
-from rollout.types import Json, Message, Role, Split, Task
+from rollout.types import Answer, Json, Message, Role, Split, Task
 
 HELD_OUT_FRAC = 0.1
 SCHEMA = (
@@ -58,7 +58,7 @@ class TaskList(TaskSource):
     """
 
     def __init__(
-        self, tasks: Iterable[Task], *, seed: int, name: str, solutions: Mapping[str, tuple[str, ...]] | None = None
+        self, tasks: Iterable[Task], *, seed: int, name: str, solutions: Mapping[str, tuple[Answer, ...]] | None = None
     ) -> None:
         tasks = _with_held_out(tuple(tasks))
         self._seed = seed
@@ -96,7 +96,7 @@ class TaskList(TaskSource):
         """The first `count` held-out tasks in the order of the file (all of them, when there are fewer)."""
         return self._held_out[:count]
 
-    def demonstrations(self, seed: int) -> Iterator[tuple[Task, tuple[str, ...]]]:
+    def demonstrations(self, seed: int) -> Iterator[tuple[Task, tuple[Answer, ...]]]:
         """Endless training tasks with their solutions. Raises `DatasetError` when no training task has one."""
         shown = [task for task in self._train if task.id in self._solutions]
         if not shown:
@@ -114,9 +114,10 @@ class TaskList(TaskSource):
         for task in self._train:
             for message in task.messages:
                 yield message.content
-            yield from self._solutions.get(task.id, ())
+            for answer in self._solutions.get(task.id, ()):
+                yield from texts(answer)
 
-    def solve(self, task: Task) -> tuple[str, ...] | None:
+    def solve(self, task: Task) -> tuple[Answer, ...] | None:
         """The right answers to a task, where they are known."""
         return self._solutions.get(task.id)
 

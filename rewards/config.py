@@ -14,6 +14,9 @@ class RewardConfig:
     `max_turn_penalty`. The passed fraction and the answer's form are logged; their weights are 0 because a reward for
     anything but solving can be collected without solving.
 
+    Of `name=tools` alone: `progress_weight` is what all milestones of a task are worth, solved or not; each call that
+    fails costs a solved task `call_penalty`, at most `max_call_penalty` in sum.
+
     `target` names a user's own reward as `module:attribute` (with `name=custom`), `params` are its keyword arguments.
     """
 
@@ -25,3 +28,6 @@ class RewardConfig:
     max_turn_penalty: float = 0.9
     fraction_weight: float = 0.0
     format_weight: float = 0.0
+    progress_weight: float = 0.5
+    call_penalty: float = 0.05
+    max_call_penalty: float = 0.3

@@ -20,13 +20,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from rewards.base import Reward, RewardError
-from rewards.compose import coding_reward
+from rewards.compose import coding_reward, tools_reward
 from rewards.config import RewardConfig
 
 CUSTOM = "custom"
 
 REWARDS: Mapping[str, Callable[[RewardConfig], Reward]] = {
     "coding": coding_reward,
+    "tools": tools_reward,
 }
 
 

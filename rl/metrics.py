@@ -119,6 +119,9 @@ METRICS: Mapping[str, MetricInfo] = {
         _info("episodes/overlong_punishment", "", _HIGHER, "Mean punishment of overlong answers (0 or below)"),
         _info("episodes/tampered", "episodes", _LOWER, "Episodes that broke the grader's protocol; they score 0"),
         _info("episodes/mean_turns", "turns", _NEITHER, "Mean turns an episode"),
+        _info("episodes/violations", "episodes", _LOWER, "Episodes in which something forbidden was done; unsolved"),
+        _info("calls/total", "calls", _NEITHER, "Tool calls of the round, by the turns that the environments judged"),
+        _info("calls/failed", "calls", _LOWER, "Tool calls that were malformed, unknown, invalid, or failed"),
         _info("time/round_s", "s", _LOWER, "Wall time of the whole round, stages and what lies between them"),
         _info("memory/peak_bytes", "bytes", _LOWER, "Peak resident memory of a learner rank until now, largest rank"),
     )

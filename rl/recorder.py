@@ -117,6 +117,7 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
     trajectories = [each.trajectory for each in scored]
     valid = [each for each in scored if each.total is not None]
     solved = [each.trajectory for each in valid if is_passed(each.trajectory)]
+    judged = [turn for trajectory in trajectories for turn in trajectory.evidence.turns]
     num_sampled = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
     values = {
         **_reward_terms(facts.groups),
@@ -137,6 +138,9 @@ def round_metrics(facts: RoundFacts, rollout_s: float) -> dict[str, float]:
         "episodes/truncated": float(sum(t.stop not in (None, StopReason.TERMINATED) for t in trajectories)),
         "episodes/tampered": float(sum(t.evidence.tampered for t in trajectories)),
         "episodes/mean_turns": float(np.mean([t.num_turns for t in trajectories])),
+        "episodes/violations": float(sum(any(turn.violations for turn in t.evidence.turns) for t in trajectories)),
+        "calls/total": float(sum(turn.num_calls for turn in judged)),
+        "calls/failed": float(sum(turn.num_call_errors for turn in judged)),
         "tokens/sampled": float(num_sampled),
         "tokens_per_s": num_sampled / rollout_s if rollout_s else 0.0,
         "lr": facts.lr,

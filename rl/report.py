@@ -15,10 +15,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from envs.base import spelled
 from rl.metrics import METRICS_FILE, Direction, MetricsRow, metric_info, read_metrics
 from rl.report_figures import draw_all
 from rl.statistics import PassRate
-from rollout.types import RewardNode, ScoredTrajectory, Task, Verdict
+from rollout.types import (
+    MalformedToolCall,
+    Message,
+    RewardNode,
+    ScoredTrajectory,
+    Task,
+    TurnEvidence,
+    Verdict,
+)
 
 REPORT_FILE = "report.html"
 """Name of the report in a run's folder."""
@@ -175,14 +184,9 @@ def episode_sample(task: Task, scored: ScoredTrajectory) -> EpisodeSample:
     turns: list[EpisodeTurn] = []
     for segment in trajectory.segments:
         for turn in segment.turns:
-            checks = ""
-            if len(turns) < len(evidence.turns):
-                seen = evidence.turns[len(turns)]
-                form = "well formed" if seen.well_formed else "not well formed"
-                checks = f"{form}, {seen.visible.passed} of {seen.visible.declared} visible checks"
-                checks += f"; {seen.note}" if seen.note else ""
+            checks = _judged(evidence.turns[len(turns)]) if len(turns) < len(evidence.turns) else ""
             feedback = "\n".join(message.content for message in turn.observations)
-            turns.append(EpisodeTurn(answer=turn.message.content, feedback=feedback, checks=checks))
+            turns.append(EpisodeTurn(answer=_said(turn.message), feedback=feedback, checks=checks))
     failure = trajectory.failure
     charged = failure is None and evidence.verdict is not Verdict.MASKED
     checks = f"{evidence.hidden.passed} of {evidence.hidden.declared} hidden checks"
@@ -197,6 +201,23 @@ def episode_sample(task: Task, scored: ScoredTrajectory) -> EpisodeSample:
         passed=evidence.hidden.all_passed and not evidence.tampered if charged else None,
         checks=checks,
     )
+
+
+def _said(message: Message) -> str:
+    """What a turn said and what it called, a line a call; a call that cannot be read is shown as it was written."""
+    calls = (call.raw if isinstance(call, MalformedToolCall) else spelled(call) for call in message.tool_calls)
+    return "\n".join(filter(None, (message.content, *calls)))
+
+
+def _judged(turn: TurnEvidence) -> str:
+    """What the environment found in a turn: its form, and whatever it counts."""
+    parts = [f"{turn.visible.passed} of {turn.visible.declared} visible checks"] if turn.visible.declared else []
+    if turn.num_calls:
+        parts.append(f"{turn.num_calls} calls, {turn.num_call_errors} of them failed")
+    if turn.milestones.declared:
+        parts.append(f"{turn.milestones.passed} of {turn.milestones.declared} milestones")
+    found = ", ".join(["well formed" if turn.well_formed else "not well formed", *parts])
+    return "; ".join(filter(None, (found, *turn.violations, turn.note)))
 
 
 EPISODE_COLUMNS = ("task", "prompt", "turns", "passed", "checks", "reward", "stop")

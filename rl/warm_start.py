@@ -41,7 +41,7 @@ from rollout.renderers.base import Renderer
 from rollout.renderers.registry import make_renderer
 from rollout.renderers.template import compare_with_folder
 from rollout.tokenizer import TOKENIZER_FILE, load_tokenizer, train_tokenizer
-from rollout.types import Task, Trajectory
+from rollout.types import Answer, Task, Trajectory
 
 _RECIPE_VERSION = 1
 """Raised when the same settings give another result: old cache entries are then not used."""
@@ -96,7 +96,8 @@ def plan_start(config: RunConfig, tasks: TaskSource) -> StartPlan:
             f"warm start: the environment demonstrates nothing, got {config.env.name!r} without solutions; give "
             "the tasks solutions, or name a start with warm_start.checkpoint"
         )
-    tokenizer = train_tokenizer(tasks.corpus(), config.warm_start.tokenizer_vocab_size)
+    calls = any(task.tools for task, _ in scripts)
+    tokenizer = train_tokenizer(tasks.corpus(), config.warm_start.tokenizer_vocab_size, calls=calls)
     folder = Path(config.warm_start.cache) / _entry_name(config, tokenizer.to_str(), scripts)
     if folder.is_dir():
         verify_seal(folder)
@@ -293,10 +294,10 @@ def _fingerprint(config: RunConfig) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def _entry_name(config: RunConfig, tokenizer_json: str, scripts: Sequence[tuple[Task, tuple[str, ...]]]) -> str:
+def _entry_name(config: RunConfig, tokenizer_json: str, scripts: Sequence[tuple[Task, tuple[Answer, ...]]]) -> str:
     """The cache entry of a start: a hash of the settings and, as code may change, of what the environment gives."""
     shown = [([message.content for message in task.messages], answers) for task, answers in scripts]
-    content = json.dumps([_fingerprint(config), tokenizer_json, shown])
+    content = json.dumps([_fingerprint(config), tokenizer_json, shown], default=dataclasses.asdict)
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 

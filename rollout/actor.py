@@ -10,7 +10,7 @@ import ray
 
 from model.snapshot import WeightSnapshot
 from rollout.episode import EpisodeJob
-from rollout.types import Trajectory
+from rollout.types import Answer, Trajectory
 from rollout.worker import RolloutWorker, WorkerSpec
 
 
@@ -37,7 +37,7 @@ class RolloutActor:
         """See `RolloutWorker.run`."""
         return self._worker.run(jobs, fresh_grading=fresh_grading)
 
-    def demonstrate(self, jobs: Sequence[EpisodeJob], answers: Sequence[tuple[str, ...]]) -> list[Trajectory]:
+    def demonstrate(self, jobs: Sequence[EpisodeJob], answers: Sequence[tuple[Answer, ...]]) -> list[Trajectory]:
         """See `RolloutWorker.demonstrate`."""
         return self._worker.demonstrate(jobs, answers)
 

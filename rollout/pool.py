@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 from model.snapshot import WeightSnapshot
 from rollout.actor import RolloutActor
 from rollout.episode import EpisodeJob
-from rollout.types import Task, TaskLimits, Trajectory, TrajectoryGroup
+from rollout.types import Answer, Task, TaskLimits, Trajectory, TrajectoryGroup
 from rollout.waiting import StillWaitingError, as_they_finish
 from rollout.worker import WorkerSpec
 
@@ -109,7 +109,7 @@ class RolloutPool:
         ]
 
     def demonstrate(
-        self, scripts: Sequence[tuple[Task, tuple[str, ...]]], *, max_tokens_per_turn: int, max_context_tokens: int
+        self, scripts: Sequence[tuple[Task, tuple[Answer, ...]]], *, max_tokens_per_turn: int, max_context_tokens: int
     ) -> list[Trajectory]:
         """The episodes of a scripted solver, each ending with its script; in the order of `scripts`."""
         jobs = [

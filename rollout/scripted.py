@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rollout.renderers.base import Renderer
-from rollout.types import FinishReason, Generation, Message, Role, SampleRequest, WeightVersion
+from rollout.types import Answer, FinishReason, Generation, Message, Role, SampleRequest, WeightVersion
 
 SCRIPTED = WeightVersion(-1)
 """The weight version of tokens that no model sampled."""
@@ -16,9 +16,9 @@ SCRIPTED = WeightVersion(-1)
 class ScriptedSampler:
     """Answers the turns of one episode with fixed messages (or their content); the logprobs are 0: it was certain."""
 
-    def __init__(self, renderer: Renderer, answers: Sequence[str | Message]):
+    def __init__(self, renderer: Renderer, answers: Sequence[Answer]):
         self._renderer = renderer
-        self._answers: Iterator[str | Message] = iter(answers)
+        self._answers: Iterator[Answer] = iter(answers)
 
     async def sample(self, request: SampleRequest) -> Generation:
         """The next scripted answer. Raises StopIteration's message as an error when the script is at its end."""

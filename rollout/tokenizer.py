@@ -31,15 +31,22 @@ class Control(StrEnum):
     END = "<end>"
 
 
-_SMALLEST_VOCABULARY = len(Control) + 256
+CALL = "<call>"
+"""The control token before each tool call; only the tokenizers of tasks with tools have it."""
+
+_NUM_BYTES = 256
 
 
-def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` entries (all 256 bytes and the control tokens included)."""
-    if vocab_size < _SMALLEST_VOCABULARY:
+def train_tokenizer(corpus: Iterable[str], vocab_size: int, *, calls: bool = False) -> Tokenizer:
+    """A tokenizer of at most `vocab_size` entries (all 256 bytes and the control tokens included).
+
+    With `calls` it can spell tool calls: `CALL` is its last control token.
+    """
+    controls = [*map(str, Control), *([CALL] if calls else [])]
+    if vocab_size < _NUM_BYTES + len(controls):
         raise TokenizerError(
-            f"warm_start.tokenizer_vocab_size: must hold 256 bytes and {len(Control)} control tokens, "
-            f"got {vocab_size}; use at least {_SMALLEST_VOCABULARY}"
+            f"warm_start.tokenizer_vocab_size: must hold {_NUM_BYTES} bytes and {len(controls)} control tokens, "
+            f"got {vocab_size}; use at least {_NUM_BYTES + len(controls)}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -48,7 +55,7 @@ def train_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[str(control) for control in Control],
+        special_tokens=controls,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -78,6 +78,10 @@ class Message:
     tool_call_id: str = ""
 
 
+Answer: TypeAlias = str | Message
+"""A turn of a scripted policy: a message of the assistant, or the content of one that makes no calls."""
+
+
 class Split(StrEnum):
     """Which part of the data a task belongs to; held-out tasks never occur in demonstrations or training."""
 
@@ -300,11 +304,19 @@ class Checks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEvidence:
-    """What the environment knows about one turn. `well_formed`: the answer had the form that was asked for."""
+    """What the environment knows about one turn. `well_formed`: the answer had the form that was asked for.
+
+    `milestones` are the states on the way to the goal that hold after the turn, of those declared for the task;
+    `violations` name what must not be and was, after the turn.
+    """
 
     well_formed: bool
     visible: Checks
     note: str = ""
+    num_calls: int = 0
+    num_call_errors: int = 0
+    milestones: Checks = Checks(passed=0, declared=0)
+    violations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

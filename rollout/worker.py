@@ -27,7 +27,7 @@ from rollout.renderers.registry import make_renderer
 from rollout.scripted import ScriptedSampler
 from rollout.subscribe import Subscriber
 from rollout.tokenizer import tokenizer_from_json
-from rollout.types import Evidence, Message, Task, Trajectory
+from rollout.types import Answer, Evidence, Message, Task, Trajectory
 
 _TOKENS_PER_STEP = 2048
 """Tokens that a step computes at most, where more sessions do not need more."""
@@ -143,7 +143,7 @@ class RolloutWorker:
                 break
         return [results[job.session] for job in jobs]
 
-    def demonstrate(self, jobs: Sequence[EpisodeJob], answers: Sequence[tuple[str, ...]]) -> list[Trajectory]:
+    def demonstrate(self, jobs: Sequence[EpisodeJob], answers: Sequence[tuple[Answer, ...]]) -> list[Trajectory]:
         """The trajectories of a scripted solver that says `answers[i]` in the turns of job i."""
         samplers = [ScriptedSampler(self._renderer, script) for script in answers]
         return self._gather(jobs, samplers, fresh_grading=False)

@@ -57,7 +57,9 @@ HONEST = _episode(0, True, True, stop=StopReason.TRUNCATED_TURNS)
 
 @pytest.fixture(params=REWARDS)
 def reward(request):
-    return build_reward(RewardConfig(name=request.param))
+    # Turns of tasks with tools have no price of their own, as in conf/reward/tools.yaml.
+    turn_penalty = 0.0 if request.param == "tools" else RewardConfig().turn_penalty
+    return build_reward(RewardConfig(name=request.param, turn_penalty=turn_penalty))
 
 
 @pytest.mark.parametrize("name", IDLE)

@@ -93,5 +93,8 @@ def test_settings_that_would_reward_not_trying_are_refused(name, value):
 
 
 def test_a_penalty_that_eats_the_whole_reward_is_refused():
-    with pytest.raises(RewardError, match=r"reward.max_turn_penalty: must stay below solved_weight 1.0, got 1.0"):
+    with pytest.raises(
+        RewardError,
+        match=r"reward.max_turn_penalty: must stay below solved_weight 1.0 .with max_call_penalty., got 1.0",
+    ):
         build_reward(RewardConfig(max_turn_penalty=1.0))

@@ -33,6 +33,9 @@ from rollout.types import (
 _LAYERS, _TOP_K = 2, 2
 
 
+_TURN = TurnEvidence(well_formed=True, visible=Checks(passed=0, declared=2), num_calls=2, num_call_errors=1)
+
+
 class Hand:
     """Builds the travelling types with few words. Routes are the token's id in every layer."""
 
@@ -96,7 +99,7 @@ class Hand:
             failure=failure,
             evidence=Evidence(
                 verdict=Verdict.MASKED if failure else Verdict.VALID,
-                turns=(TurnEvidence(well_formed=True, visible=Checks(passed=0, declared=2)),) * num_turns,
+                turns=(_TURN,) * num_turns,
                 hidden=Checks(passed=passed, declared=4),
                 tampered=tampered,
                 reason=broken or "",

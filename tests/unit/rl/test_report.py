@@ -28,6 +28,7 @@ from rollout.types import (
     Checks,
     Evidence,
     Failure,
+    MalformedToolCall,
     Message,
     RewardNode,
     Role,
@@ -40,6 +41,7 @@ from rollout.types import (
     StopReason,
     Task,
     TokenSpan,
+    ToolCall,
     Trajectory,
     Turn,
     TurnEvidence,
@@ -167,6 +169,32 @@ TASK = Task(
     seed=0,
 )
 REWARD = RewardNode(name="total", score=1.0)
+
+
+def test_an_episode_with_tools_shows_calls_and_what_they_led_to():
+    base = trajectory()
+    called = (
+        ToolCall(id="a", name="pay", arguments={"amount": 3}),
+        MalformedToolCall(id="b", raw="pay {", problem="invalid JSON"),
+    )
+    message = Message(role=Role.ASSISTANT, content="First:", tool_calls=called)
+    turn = replace(base.segments[0].turns[0], message=message)
+    judged = TurnEvidence(
+        well_formed=True,
+        visible=Checks(passed=0, declared=0),
+        num_calls=2,
+        num_call_errors=1,
+        milestones=Checks(passed=1, declared=3),
+        violations=("eve was paid",),
+    )
+    played = replace(
+        base,
+        segments=(replace(base.segments[0], turns=(turn,)),),
+        evidence=replace(base.evidence, turns=(judged,)),
+    )
+    (shown,) = episode_sample(TASK, ScoredTrajectory(trajectory=played, reward=REWARD)).turns
+    assert shown.answer == 'First:\npay {"amount": 3}\npay {'
+    assert shown.checks == "well formed, 2 calls, 1 of them failed, 1 of 3 milestones; eve was paid"
 
 
 def test_an_episode_sample_runs_over_all_segments():

@@ -1,10 +1,12 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.config import ChatFormat
+from rollout.renderers.codec import RendererError, Scaffold
 from rollout.renderers.registry import make_renderer
-from rollout.tokenizer import Control, train_tokenizer
-from rollout.types import Message, Role, SpanOrigin
+from rollout.tokenizer import Control, TokenizerError, train_tokenizer
+from rollout.types import MalformedToolCall, Message, Role, SpanOrigin, ToolCall
 
 BOS, SYSTEM, USER, ASSISTANT, TOOL, END = range(len(Control))
 
@@ -76,3 +78,46 @@ def test_control_tokens_that_the_policy_samples_are_dropped_from_its_text():
 def test_text_without_bytes_is_read_as_question_marks():
     assert PLAIN.observation([_message(Role.TOOL, "a\ud800b")]).ids == (TOOL, *_golden("a?b"), END, ASSISTANT)
     assert PLAIN.answer_ids(_message(Role.ASSISTANT, "\udfff")) == (*_golden("?"), END)
+
+
+CALLING = make_renderer(ChatFormat.native, train_tokenizer(['find {"name": "ada"} <call>\n'] * 9, 300, calls=True))
+
+
+def test_calls_come_back_as_they_were_written():
+    made = (
+        ToolCall(id="call_0", name="find", arguments={"name": "ada", "deep": [1, {"x": None}]}),
+        ToolCall(id="call_1", name="stop", arguments={}),
+    )
+    said = Message(role=Role.ASSISTANT, content="look: <call>find {}", tool_calls=made)
+    ids = CALLING.answer_ids(said)
+    assert CALLING.answer(ids) == said
+    assert [CALLING.codec.ids["<call>"]] * 2 == [index for index in ids if index == CALLING.codec.ids["<call>"]]
+    assert CALLING.answer(CALLING.answer_ids(Message(role=Role.ASSISTANT, content="done"))).tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "the name of the tool is missing or is no identifier"),
+        ("{}", "the name of the tool is missing or is no identifier"),
+        ("find", "arguments: invalid JSON"),
+        ("find {", "arguments: invalid JSON"),
+        ('find ["a"]', "arguments must be a JSON object"),
+        ("find {} {}", "arguments: more text follows the JSON"),
+        ('find {"a": NaN}', "arguments: NaN is not JSON"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_malformed(text, problem):
+    ids = CALLING.codec.encode([Scaffold("<call>"), text, Scaffold("<end>")])
+    (read,) = CALLING.answer(ids).tool_calls
+    assert isinstance(read, MalformedToolCall)
+    assert read.problem.startswith(problem)
+
+
+def test_tools_need_a_tokenizer_that_spells_calls():
+    task = [Message(role=Role.USER, content="a")]
+    assert CALLING.opening(task, [{}]) == CALLING.opening(task)
+    with pytest.raises(RendererError, match="cannot declare any, got 1"):
+        PLAIN.opening(task, [{}])
+    with pytest.raises(TokenizerError, match="must hold 256 bytes and 7 control tokens, got 262; use at least 263"):
+        train_tokenizer([], 262, calls=True)
