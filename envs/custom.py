@@ -30,7 +30,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from envs.base import Env, EnvFactory, StepResult, TaskSource
 from envs.config import EnvConfig
-from envs.dataset import DatasetTasks, TaskList
+from envs.dataset import TaskList, dataset_tasks
 from envs.extension import ExtensionError, load_target
 from rollout.types import Checks, Evidence, Message, Role, Split, Task, TurnEvidence, Verdict
 
@@ -149,9 +149,10 @@ def custom_factory(config: EnvConfig) -> EnvFactory:
 
 
 def custom_tasks(config: EnvConfig, seed: int) -> TaskSource:
-    """The tasks of a user's environment, or of `env.dataset` where that is set. Raises `ExtensionError`."""
-    if config.dataset is not None:
-        return DatasetTasks(config.dataset, seed=seed)
+    """The tasks of a user's environment, or of the data that the configuration names. Raises `ExtensionError`."""
+    from_data = dataset_tasks(config, seed=seed)
+    if from_data is not None:
+        return from_data
     _, first = _made(config)
     if not isinstance(first, _HasTasks):
         raise ExtensionError(
