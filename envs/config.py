@@ -40,8 +40,9 @@ class EnvConfig:
     arguments. `dataset` holds the user's own tasks: a JSON-lines or Parquet file, a folder or glob of them, a folder of
     `save_to_disk`, or a hub id (`org/name`, `hf://org/name`), of which `dataset_split` is read. `dataset_format` names
     the convention of its columns (`envs.data.adapters`), `dataset_columns` renames columns (from: to), and no row is
-    longer than `dataset_max_row_mb`. `datasets` are several of them, mixed. With `curriculum_column`, a column of
-    numbers, the first `curriculum_tasks` training tasks come from the easiest (lowest) rows first.
+    longer than `dataset_max_row_mb`. `datasets` are several by name, mixed, each with the keys of `DatasetConfig` (an
+    open mapping, because OmegaConf adds no dataclass from an override). With `curriculum_column`, a column of numbers,
+    the first `curriculum_tasks` training tasks (0: one epoch) go from the lowest number to the highest.
     """
 
     name: str = "coding"
@@ -52,7 +53,7 @@ class EnvConfig:
     dataset_split: str = "train"
     dataset_columns: dict[str, str] = field(default_factory=dict[str, str])
     dataset_max_row_mb: float = 1.0
-    datasets: dict[str, DatasetConfig] = field(default_factory=dict[str, DatasetConfig])
+    datasets: dict[str, Any] = field(default_factory=dict[str, Any])
     curriculum_column: str | None = None
     curriculum_tasks: int = 0
     max_turns: int = 2

@@ -80,7 +80,9 @@ class _Reader:
             if self._accept is not None:
                 self._accept_task(item.task)
         except RowError as problem:
-            problem.remedy = problem.remedy or f"a row has {SCHEMA}"
+            if not problem.remedy:
+                is_own = self.format in (AUTO, "own")
+                problem.remedy = f"a row has {SCHEMA}" if is_own else "write every row as one JSON object"
             raise self.rows.error(position, problem, columns) from problem
         return item, rank
 
@@ -173,8 +175,9 @@ def dataset_tasks(config: EnvConfig, *, seed: int, accept: Callable[[Task], obje
     }
     if config.dataset is not None:
         return parts["env.dataset"]
+    names = {key: key.removeprefix("env.datasets.") for key in parts}
     return MixedTasks(
-        {key.removeprefix("env.datasets."): part for key, part in parts.items()}, config.datasets, seed=seed
+        {names[key]: part for key, part in parts.items()}, {names[key]: each for key, each in found.items()}, seed=seed
     )
 
 

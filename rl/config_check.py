@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from envs.base import EnvError
 from envs.data import locate
 from envs.extension import ExtensionError, load_target
 from model import config as model_config
@@ -347,7 +348,12 @@ def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def _missing_files(config: RunConfig) -> Iterator[str]:
-    for key, source in locate.sources(config.env).items():
+    try:
+        found = locate.sources(config.env)
+    except EnvError as error:
+        yield str(error)
+        return
+    for key, source in found.items():
         if locate.is_missing(source.path):
             yield f"{key}: no such file, got {source.path}; name a JSON-lines file of tasks"
 

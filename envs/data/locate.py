@@ -1,17 +1,20 @@
 """Where a data set lies: a file, a folder, a glob, a saved data set, or an id of the Hugging Face hub.
 
-Standard library only: the configuration is checked with it, and nothing heavy may be imported there.
+Nothing heavy is imported: the configuration is checked with it.
 """
 
 from __future__ import annotations
 
+import difflib
 import glob
 import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
+from envs.base import EnvError
 from envs.config import DatasetConfig, EnvConfig
 
 HUB_PREFIX = "hf://"
@@ -49,7 +52,7 @@ def is_missing(path: str) -> bool:
 
 
 def sources(config: EnvConfig) -> Mapping[str, DatasetConfig]:
-    """The data sets of the configuration by the key that names them; empty for an environment's own tasks."""
+    """The data sets of the configuration by the key that names them; empty without any. Raises `EnvError`."""
     if config.dataset is not None:
         single = DatasetConfig(
             path=config.dataset,
@@ -58,7 +61,30 @@ def sources(config: EnvConfig) -> Mapping[str, DatasetConfig]:
             columns=dict(config.dataset_columns),
         )
         return {"env.dataset": single}
-    return {f"env.datasets.{name}": source for name, source in config.datasets.items()}
+    return {f"env.datasets.{name}": _source(f"env.datasets.{name}", keys) for name, keys in config.datasets.items()}
+
+
+def _source(key: str, settings: object) -> DatasetConfig:
+    """The settings of one source of a mixture. Raises `EnvError` for a key or a type that is not `DatasetConfig`'s."""
+    if isinstance(settings, DatasetConfig):
+        return settings
+    if not isinstance(settings, Mapping):
+        raise EnvError(f"{key}: must have keys, got {settings!r}; set {key}.path")
+    defaults = asdict(DatasetConfig())
+    chosen = cast(Mapping[str, Any], settings)
+    for name, value in chosen.items():
+        if name not in defaults:
+            close = difflib.get_close_matches(name, defaults, n=1)
+            hint = f"did you mean '{key}.{close[0]}'?" if close else f"the keys are {', '.join(defaults)}"
+            raise EnvError(f"{key}.{name}: no such key, got {value}; {hint}")
+        wanted: tuple[type, ...] = (int, float) if isinstance(defaults[name], float) else (type(defaults[name]),)
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise EnvError(
+                f"{key}.{name}: must be {wanted[-1].__name__}, got {value!r}; the default is {defaults[name]!r}"
+            )
+    if not chosen.get("path"):
+        raise EnvError(f"{key}.path: missing, got the keys {list(chosen)}; say where the data set lies")
+    return DatasetConfig(**chosen)
 
 
 def content_digest(config: EnvConfig) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,7 @@ def _library() -> Any:
 
     library = cast(Any, datasets)
     library.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries would bury the one line of the error
     return library
 
 
