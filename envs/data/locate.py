@@ -80,7 +80,7 @@ def _source(key: str, settings: object) -> DatasetConfig:
         wanted: tuple[type, ...] = (int, float) if isinstance(defaults[name], float) else (type(defaults[name]),)
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise EnvError(
-                f"{key}.{name}: must be {wanted[-1].__name__}, got {value!r}; the default is {defaults[name]!r}"
+                f"{key}.{name}: must be a {wanted[-1].__name__}, got {value!r}; the default is {defaults[name]!r}"
             )
     if not chosen.get("path"):
         raise EnvError(f"{key}.path: missing, got the keys {list(chosen)}; say where the data set lies")
