@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from envs.base import EnvError
 from envs.data import locate
 from envs.extension import ExtensionError, load_target
 from model import config as model_config
@@ -348,14 +347,7 @@ def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def _missing_files(config: RunConfig) -> Iterator[str]:
-    try:
-        found = locate.sources(config.env)
-    except EnvError as error:
-        yield str(error)
-        return
-    for key, source in found.items():
-        if locate.is_missing(source.path):
-            yield f"{key}: no such file, got {source.path}; name a JSON-lines file of tasks"
+    yield from locate.problems(config.env)
 
 
 def resolve_workers(config: RunConfig, cpus: int | None = None) -> WorkerPlan:

@@ -117,9 +117,10 @@ def _messages(value: object, column: str) -> tuple[Message, ...]:
         if not value.strip():
             raise RowError(f"{column}: empty", repr(value), "give a text or messages")
         return (Message(role=Role.USER, content=value),)
-    if not isinstance(value, Sequence) or not value:
-        raise RowError(f"{column}: must be a text or a list of messages", repr(value), "give at least one message")
-    messages = tuple(_message(each, f"{column}[{n}]") for n, each in enumerate(cast(Sequence[object], value)))
+    parts = cast(Sequence[object], value) if isinstance(value, Sequence) else ()
+    if not parts:
+        raise RowError(f"{column}: must be a text or a list of messages", str(value), "give at least one message")
+    messages = tuple(_message(each, f"{column}[{n}]") for n, each in enumerate(parts))
     if messages[-1].role == Role.ASSISTANT:
         raise RowError(
             f"{column}[{len(messages) - 1}]: ends with the assistant, which leaves nothing to answer",
@@ -178,10 +179,10 @@ def _rest(row: Mapping[str, Any], *used: str) -> dict[str, Any]:
 
 def _object(row: Mapping[str, Any], column: str) -> Mapping[str, Any]:
     """A column that holds an object, or its JSON text; absent or null is an empty one."""
-    value = row.get(column)
+    value: object = row.get(column)
     if isinstance(value, str):
         try:
-            value = json.loads(value) if value else {}
+            value = cast(object, json.loads(value)) if value else None
         except ValueError as problem:
             raise RowError(
                 f"{column}: not JSON ({problem})", repr(value), "give an object or its JSON text"
@@ -219,9 +220,10 @@ def _skyrl(row: dict[str, Any], default_id: str) -> Item:
 def _nemo_gym(row: dict[str, Any], default_id: str) -> Item:
     asked = _object(row, "responses_create_params")
     column = "responses_create_params.input"
-    tools = asked.get("tools") or []
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in cast(Sequence[Any], tools)):
-        raise RowError("responses_create_params.tools: must be a list of objects", repr(tools), "give their schemas")
+    given: object = asked.get("tools") or ()
+    tools = cast(Sequence[Any], given) if isinstance(given, list | tuple) else (None,)
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError("responses_create_params.tools: must be a list of objects", str(asked), "give their schemas")
     messages = _messages(asked.get("input"), column)
     return _item(row, messages, _rest(row, "responses_create_params"), default_id, tools=tuple(tools))
 

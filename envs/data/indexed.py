@@ -35,7 +35,8 @@ class IndexedTasks(TaskSource, ABC):
         self._seed = seed
         self._name = name
         self._order: tuple[int, array[int]] = (-1, array("q"))
-        positions, ids, prompts, held, solved, ranks = (array(code) for code in "qQQbbd")
+        positions, ids, prompts = array("q"), array("Q"), array("Q")
+        held, solved, ranks = array("b"), array("b"), array("d")
         for position in range(length):
             read = self._read(position)
             if read is None:

@@ -9,7 +9,7 @@ import difflib
 import glob
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -77,14 +77,27 @@ def _source(key: str, settings: object) -> DatasetConfig:
             close = difflib.get_close_matches(name, defaults, n=1)
             hint = f"did you mean '{key}.{close[0]}'?" if close else f"the keys are {', '.join(defaults)}"
             raise EnvError(f"{key}.{name}: no such key, got {value}; {hint}")
-        wanted: tuple[type, ...] = (int, float) if isinstance(defaults[name], float) else (type(defaults[name]),)
-        if isinstance(value, bool) or not isinstance(value, wanted):
+        default: object = defaults[name]
+        wanted = next(kind for kind in (str, int, float, Mapping) if isinstance(default, kind))
+        if isinstance(value, bool) or not isinstance(value, (int, float) if wanted is float else wanted):
             raise EnvError(
-                f"{key}.{name}: must be a {wanted[-1].__name__}, got {value!r}; the default is {defaults[name]!r}"
+                f"{key}.{name}: must be a {wanted.__name__}, got {value!r}; the default is {defaults[name]!r}"
             )
     if not chosen.get("path"):
         raise EnvError(f"{key}.path: missing, got the keys {list(chosen)}; say where the data set lies")
     return DatasetConfig(**chosen)
+
+
+def problems(config: EnvConfig) -> Iterator[str]:
+    """What is wrong with the data sets of the configuration, as far as it shows without reading them."""
+    try:
+        found = sources(config)
+    except EnvError as error:
+        yield str(error)
+        return
+    for key, source in found.items():
+        if is_missing(source.path):
+            yield f"{key}: no such file, got {source.path}; name a JSON-lines file of tasks"
 
 
 def content_digest(config: EnvConfig) -> str | None:

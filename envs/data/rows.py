@@ -24,6 +24,8 @@ from envs.data.errors import DatasetError, RowError
 from envs.data.locate import LINE_SUFFIXES, SUFFIXES, hub_id, is_saved, local_files
 
 _MB = 2**20
+_CHUNK_BYTES = _MB
+"""What the text reader holds at once; it splits it in a `StringIO`, at 4 bytes a character (10 MB are its default)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ def _open_file(file: str, path: str, key: str) -> _Part:
         return _Part(file, _load(key, file, "parquet", data_files={"train": file}, split="train"), is_text=False)
     if Path(file).suffix not in LINE_SUFFIXES and file != path:
         raise DatasetError(f"{key}: cannot tell the kind of a file, got {file!r}; end its name with one of {SUFFIXES}")
-    return _Part(file, _load(key, file, "text", data_files={"train": file}, split="train"), is_text=True)
+    files = {"train": file}
+    return _Part(file, _load(key, file, "text", data_files=files, split="train", chunksize=_CHUNK_BYTES), is_text=True)
 
 
 def _library() -> Any:

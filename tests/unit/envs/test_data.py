@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -46,6 +47,12 @@ def cache(tmp_path, monkeypatch):
 def _write(path: Path, rows) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def _tasks(config: EnvConfig, *, seed: int) -> Any:
+    tasks = dataset_tasks(config, seed=seed)
+    assert tasks is not None
+    return tasks
 
 
 def _questions(count: int, mark: str = "q", **more):
@@ -290,7 +297,7 @@ def _mixture(tmp_path, **more):
 
 
 def test_a_mixture_keeps_its_weights_and_reads_every_source_in_its_own_order(tmp_path):
-    mixed = dataset_tasks(_mixture(tmp_path), seed=4)
+    mixed = _tasks(_mixture(tmp_path), seed=4)
     ids = _ids(mixed, 2300)
     assert Counter(each[0] for each in ids[:1000]) == {"a": 750, "b": 250}
     assert Counter(each[0] for each in ids[1000:2000]) == {"a": 750, "b": 250}
@@ -300,12 +307,12 @@ def test_a_mixture_keeps_its_weights_and_reads_every_source_in_its_own_order(tmp
         assert own == [f"{name}/{each}" for each in _ids(alone, len(own))]
     held_out = {task.id for task in mixed.held_out(100)}
     assert not held_out & set(ids)
-    assert _ids(dataset_tasks(_mixture(tmp_path), seed=5), 100) != ids[:100]
+    assert _ids(_tasks(_mixture(tmp_path), seed=5), 100) != ids[:100]
 
 
 def test_a_stopped_and_resumed_mixture_with_stages_gives_the_same_tasks(tmp_path):
     config = _mixture(tmp_path, a={"last_task": 1500}, b={"first_task": 40})
-    whole = _ids(dataset_tasks(config, seed=1), 1700)
+    whole = _ids(_tasks(config, seed=1), 1700)
     assert {each[0] for each in whole[:40]} == {"a"}
     assert {each[0] for each in whole[40:1500]} == {"a", "b"}
     assert {each[0] for each in whole[1500:]} == {"b"}
@@ -313,9 +320,9 @@ def test_a_stopped_and_resumed_mixture_with_stages_gives_the_same_tasks(tmp_path
     alone = DatasetTasks(str(tmp_path / "b.jsonl"), seed=1)
     assert drawn == [f"b/{each}" for each in _ids(alone, len(drawn))]
     for stop in (0, 39, 40, 41, 999, 1040, 1499, 1500, 1650):  # a new process, from the cursor on
-        resumed = dataset_tasks(config, seed=1)
+        resumed = _tasks(config, seed=1)
         assert [resumed.train(index).id for index in range(stop, min(stop + 50, 1700))] == whole[stop : stop + 50]
-    backwards = dataset_tasks(config, seed=1)
+    backwards = _tasks(config, seed=1)
     assert [backwards.train(index).id for index in range(1699, -1, -7)] == whole[1699::-7]
 
 
@@ -325,7 +332,7 @@ def test_a_prompt_held_out_in_one_source_and_trained_in_another_is_a_leak(tmp_pa
     _write(tmp_path / "b.jsonl", [*_questions(5, "b", split="train"), {"id": "x", "prompt": held, "split": "train"},
                                   {"id": "h", "prompt": "h", "split": "test"}])  # fmt: skip
     with pytest.raises(DatasetError, match=r"asks what a training task of env\.datasets\.b asks"):
-        dataset_tasks(config, seed=0)
+        _tasks(config, seed=0)
 
 
 def test_a_curriculum_goes_from_the_lowest_number_to_the_highest_and_then_on(tmp_path):
@@ -334,13 +341,13 @@ def test_a_curriculum_goes_from_the_lowest_number_to_the_highest_and_then_on(tmp
     config = EnvConfig(name="custom", dataset=path, curriculum_column="level.of")
 
     def levels(count, **more):
-        tasks = dataset_tasks(EnvConfig(name="custom", dataset=path, curriculum_column="level.of", **more), seed=2)
+        tasks = _tasks(EnvConfig(name="custom", dataset=path, curriculum_column="level.of", **more), seed=2)
         return [tasks.train(index).payload["level"]["of"] for index in range(count)]
 
     expected = sorted(row["level"]["of"] for row in rows)
     assert levels(30) == expected
     assert levels(10, curriculum_tasks=10) == expected[::3]
-    after = _ids(dataset_tasks(config, seed=2), 60)[30:]
+    after = _ids(_tasks(config, seed=2), 60)[30:]
     assert sorted(after) == sorted(row["id"] for row in rows)
     with pytest.raises(
         DatasetError, match=r"env.curriculum_tasks: must be 0 \(all\) to .* tasks, 30, got 31; lower it"
@@ -355,7 +362,7 @@ def test_a_folder_and_a_glob_are_all_their_files_and_columns_can_be_renamed(tmp_
         _write(folder / f"{name}.jsonl", [{"question": f"{name}{n}"} for n in range(5)])
     for path in (str(folder), str(folder / "*.jsonl")):
         config = EnvConfig(name="custom", dataset=path, dataset_columns={"question": "prompt"})
-        tasks = dataset_tasks(config, seed=0)
+        tasks = _tasks(config, seed=0)
         shown = [*(tasks.train(index) for index in range(tasks.num_train)), *tasks.held_out(10)]
         assert {task.id: task.messages[0].content for task in shown} == {
             f"{name}.jsonl:{n + 1}": f"{name}{n}" for name in "ab" for n in range(5)
@@ -420,9 +427,9 @@ print(peak[0] - start, tasks.num_train + tasks.num_held_out)
 
 @pytest.mark.slow
 def test_a_file_of_300_mb_takes_no_memory_of_its_size(tmp_path):
-    # What may grow: a chunk of the text reader (10 MB) as bytes, as text and as Arrow, a batch of the Arrow writer
-    # (1,000 rows of 10 kB, twice while it is written), 40 bytes a row in two copies (2 MB): under 60 MB, and allocators
-    # keep freed blocks. The mapped file itself is the page cache's and not anonymous.
+    # What may grow: a chunk of the text reader (1 MB) as bytes, text, four bytes a character in its StringIO, lines and
+    # Arrow, which is 9 MB, 40 bytes a row in three copies (4 MB), and the row at hand. 100 MB leave room for what the
+    # allocators keep; the file is 300 MB. The mapped file is the page cache's and not anonymous.
     num_rows = 30_000
     small = _write(tmp_path / "small.jsonl", _questions(20))
     large = tmp_path / "large.jsonl"
@@ -439,6 +446,5 @@ def test_a_file_of_300_mb_takes_no_memory_of_its_size(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     grown_mb, count = done.stdout.split()
-    print(f"grown by {grown_mb} MB")
     assert int(count) == num_rows
     assert float(grown_mb) < 100
