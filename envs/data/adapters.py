@@ -117,9 +117,10 @@ def _messages(value: object, column: str) -> tuple[Message, ...]:
         if not value.strip():
             raise RowError(f"{column}: empty", repr(value), "give a text or messages")
         return (Message(role=Role.USER, content=value),)
+    row_value: object = value
     parts = cast(Sequence[object], value) if isinstance(value, Sequence) else ()
     if not parts:
-        raise RowError(f"{column}: must be a text or a list of messages", str(value), "give at least one message")
+        raise RowError(f"{column}: must be a text or a list of messages", repr(row_value), "give at least one message")
     messages = tuple(_message(each, f"{column}[{n}]") for n, each in enumerate(parts))
     if messages[-1].role == Role.ASSISTANT:
         raise RowError(
