@@ -30,7 +30,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from envs.base import Env, EnvFactory, Solver, StepResult, TaskSource
 from envs.config import EnvConfig
-from envs.dataset import DatasetTasks, TaskList
+from envs.dataset import TaskList, dataset_tasks
 from envs.extension import ExtensionError, load_target
 from envs.tool_env import ToolEnv, WithTools
 from rollout.types import Answer, Checks, Evidence, Message, Role, Split, Task, TurnEvidence, Verdict
@@ -145,15 +145,14 @@ def custom_factory(config: EnvConfig) -> EnvFactory:
 
 
 def custom_tasks(config: EnvConfig, seed: int) -> TaskSource:
-    """The tasks of a user's environment, or of `env.dataset` where that is set. Raises `ExtensionError`."""
+    """The tasks of a user's environment, or of the data that the configuration names. Raises `ExtensionError`."""
     _, first = _made(config)
-    tasks = _tasks(config, first, seed)
+    from_data = dataset_tasks(config, seed=seed)
+    tasks = _tasks(config, first, seed) if from_data is None else from_data
     return WithTools(tasks, first.declarations) if isinstance(first, ToolEnv) else tasks
 
 
 def _tasks(config: EnvConfig, first: object, seed: int) -> TaskSource:
-    if config.dataset is not None:
-        return DatasetTasks(config.dataset, seed=seed)
     if not isinstance(first, _HasTasks):
         raise ExtensionError(
             f"env.target: has no method tasks(), got {type(first).__name__} from {config.target!r}; "

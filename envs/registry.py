@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from envs.base import EnvError, EnvFactory, TaskSource
 from envs.coding.env import coding_factory
+from envs.coding.examples import problem_of
 from envs.coding.tasks import CodingTasks
 from envs.config import EnvConfig
 from envs.custom import custom_factory, custom_tasks
-from envs.dataset import DatasetTasks
+from envs.dataset import dataset_tasks
 from envs.extension import load_target
 
 CUSTOM = "custom"
@@ -30,8 +31,9 @@ class Environment:
 
 
 def _coding_tasks(config: EnvConfig, seed: int) -> TaskSource:
-    if config.dataset is not None:
-        return DatasetTasks(config.dataset, seed=seed)
+    tasks = dataset_tasks(config, seed=seed, accept=problem_of)
+    if tasks is not None:
+        return tasks
     return CodingTasks(seed=seed, num_visible=config.num_visible_checks, num_hidden=config.num_hidden_checks)
 
 

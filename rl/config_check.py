@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from envs.data import locate
 from envs.extension import ExtensionError, load_target
 from model import config as model_config
 from model.size import ModelSize, num_adapter_parameters
@@ -115,6 +116,7 @@ RANGES: Final[Mapping[str, Range]] = {
     "env.num_visible_checks": _COUNT,
     "env.num_hidden_checks": _COUNT,
     "env.call_timeout_s": _POSITIVE,
+    "env.dataset_max_row_mb": _POSITIVE,
     "env.sandbox_memory_mb": Range(at_least=64, remedy="a Python interpreter does not start in less"),
     "rollout.prompts_per_round": _COUNT,
     "rollout.group_size": _COUNT,
@@ -345,9 +347,7 @@ def _expert_parallel_mistakes(config: RunConfig) -> Iterator[str]:
 
 
 def _missing_files(config: RunConfig) -> Iterator[str]:
-    dataset = config.env.dataset
-    if dataset is not None and "://" not in dataset and not Path(dataset).is_file():
-        yield f"env.dataset: no such file, got {dataset}; name a JSON-lines file of tasks"
+    yield from locate.problems(config.env)
 
 
 def resolve_workers(config: RunConfig, cpus: int | None = None) -> WorkerPlan:

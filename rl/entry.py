@@ -156,7 +156,7 @@ def checked(
     try:
         check_chat(config)
         check_env_config(config.env)
-        if config.env.dataset is not None:
+        if config.env.dataset is not None or config.env.datasets:
             build_tasks(config.env, seed=config.run.seed)  # reads and checks every row
     except (EnvError, ExtensionError, RendererError, TokenizerError, model_config.ConfigError) as error:
         raise ConfigError(str(error)) from error

@@ -25,6 +25,7 @@ import numpy as np
 from datasets import Dataset, disable_progress_bars
 
 from envs.base import TaskSource
+from envs.data.locate import content_digest
 from model.checkpoint import save_model
 from model.config import LoraConfig, ModelConfig
 from model.transformer import Transformer, init_weights
@@ -280,13 +281,12 @@ def _fingerprint(config: RunConfig) -> str:
     """A hash of the settings that the start depends on."""
     settings = {k: v for k, v in dataclasses.asdict(config.warm_start).items() if k not in _FREE}
     env = config.env
-    dataset = hashlib.blake2b(Path(env.dataset).read_bytes()).hexdigest() if env.dataset is not None else None
     parts = {
         "recipe": _RECIPE_VERSION,
         "seed": config.run.seed,
         "warm_start": settings,
         "model": dataclasses.asdict(config.model),
-        "env": [env.name, env.target, env.params, dataset, env.max_turns, env.max_tokens_per_turn,
+        "env": [env.name, env.target, env.params, content_digest(env), env.max_turns, env.max_tokens_per_turn,
                 env.max_context_tokens, env.num_visible_checks, env.num_hidden_checks],
         "learner": [config.learner.max_grad_norm, config.learner.zero_stage, config.learner.micro_batch_tokens],
         "router": [config.algorithm.load_balance_coef, config.algorithm.router_z_coef],

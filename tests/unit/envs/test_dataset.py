@@ -151,7 +151,7 @@ def test_a_bad_row_is_named_with_its_number_its_keys_and_the_schema(write, row, 
 def test_row_numbers_count_empty_lines(write):
     assert _error(write(_row("a"), "", {"id": "b"})).startswith("env.dataset: row 3 of 'PATH': the key 'prompt'")
     assert _error(write(_row("a"), "", _row("a"))) == (
-        "env.dataset: ids must differ, got 'a' in rows 1 and 3 of 'PATH'; rename one"
+        "env.dataset 'PATH': ids must differ, got 'a' in rows 1 and 3; rename one"
     )
 
 
