@@ -3,9 +3,10 @@
     check_env(factory, tasks)
 
 Tasks are the same whenever they are asked for, and held-out tasks are none of the training tasks. Any text is an
-answer: none of them raises. An episode can be graded at any point, and one that did nothing, wrote garbage or was cut
-off has passed no hidden check. The positive control: the known right answer passes all of them, without which
-"everything was refused" would look like safety.
+answer: none of them raises. An episode can be graded at any point, and one that did nothing, wrote garbage, repeated
+the task, gave the answers to other tasks or was cut off has passed no hidden check. Playing an episode again, or
+between many others that are open at the same time, changes nothing in its evidence. The positive control: the known
+right answer passes all hidden checks, without which "everything was refused" would look like safety.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from envs.base import Env, EnvError, EnvFactory, Solver, TaskSource, texts
 from rollout.types import Answer, Evidence, Message, Role, Split, Task, Verdict
@@ -40,8 +41,17 @@ class EnvContractError(EnvError):
     """An environment that breaks the contract."""
 
 
-def check_env(factory: EnvFactory, tasks: TaskSource, *, solve: Solve | None = None, num_episodes: int = 2) -> None:
-    """Run the contract. `solve` gives the right answers to a task; by default the task source's own method.
+def check_env(
+    factory: EnvFactory,
+    tasks: TaskSource,
+    *,
+    solve: Solve | None = None,
+    num_episodes: int = 2,
+    num_interleaved: int = 8,
+) -> None:
+    """Run the contract on `num_episodes` tasks, and with so many episodes open at the same time.
+
+    `solve` gives the right answers to a task; by default the task source's own method.
 
     Raises:
         EnvContractError: For the first breach.
@@ -56,9 +66,13 @@ def check_env(factory: EnvFactory, tasks: TaskSource, *, solve: Solve | None = N
     solvable = [task for task in _probes(tasks) if solve(task) is not None][:num_episodes]
     if not solvable:
         raise EnvContractError(f"{type(tasks).__name__}: no task has a known answer, got None for each; add a solution")
-    for task in solvable:
-        answers = tuple(solve(task) or ())
-        asyncio.run(_check_episodes(factory, task, answers))
+    scripts = [(task, tuple(solve(task) or ())) for task in solvable]
+    for task, answers in scripts:
+        others = [
+            answer for other, known in scripts if other.id != task.id for answer in known if answer not in answers
+        ]
+        asyncio.run(_check_episodes(factory, task, answers, others))
+    asyncio.run(_check_isolation(factory, scripts, num_interleaved))
 
 
 def _probes(tasks: TaskSource) -> list[Task]:
@@ -85,8 +99,7 @@ def _check_tasks(tasks: TaskSource) -> None:
     asked = {task.messages for task in train}
     for task in (*train, *held_out):
         _require(pickle.loads(pickle.dumps(task)) == task, task, "must pickle", task)
-        payload = json.loads(json.dumps(dict(task.payload)))
-        _require(payload == task.payload, task, "the payload must be JSON", task.payload)
+        _require(_as_json(task.payload) == task.payload, task, "the payload must be JSON", task.payload)
     for task in train:
         _require(task.split is Split.TRAIN, task, "a training task must say so", task.split)
     for task in held_out:
@@ -94,10 +107,35 @@ def _check_tasks(tasks: TaskSource) -> None:
         _require(task.messages not in asked, task, "a held-out task must not be trained on", task.messages)
 
 
-async def _check_episodes(factory: EnvFactory, task: Task, answers: tuple[Answer, ...]) -> None:
+def _as_json(payload: Mapping[str, object]) -> object:
+    """What is left of `payload` as JSON; `None` when it has no such form."""
+    try:
+        return json.loads(json.dumps(dict(payload)))
+    except (TypeError, ValueError):
+        return None
+
+
+async def _check_isolation(
+    factory: EnvFactory, scripts: Sequence[tuple[Task, tuple[Answer, ...]]], num_interleaved: int
+) -> None:
+    """Episodes that are open at the same time, right and wrong ones in turn, end as they do alone."""
+    played = [*scripts, *((task, (GARBAGE[2],)) for task, _ in scripts)]
+    alone = [await _play(factory, task, answers) for task, answers in played]
+    chosen = [index % len(played) for index in range(num_interleaved)]
+    together = await asyncio.gather(*(_play(factory, *played[index]) for index in chosen))
+    for index, evidence in zip(chosen, together, strict=True):
+        problem = "an episode must end the same between others, and when it is played again"
+        _require(evidence == alone[index], played[index][0], problem, (evidence.hidden, evidence.verdict.value))
+
+
+async def _check_episodes(
+    factory: EnvFactory, task: Task, answers: tuple[Answer, ...], others: Sequence[Answer]
+) -> None:
     idle = await _play(factory, task, ())
     _require(idle.verdict is not Verdict.VALID, task, "doing nothing must not be a valid outcome", idle.verdict)
     scripts = {"nothing": (), "silence": ("",) * MAX_STEPS, "an answer cut off": (_cut(answers[0]),)}
+    scripts |= {"the task repeated": (task.messages[-1].content,) * MAX_STEPS}
+    scripts |= {"the answers to other tasks": tuple(others)} if others else {}
     scripts |= {f"garbage {text[:12]!r}": (text,) * MAX_STEPS for text in GARBAGE}
     for name, script in scripts.items():
         evidence = await _play(factory, task, script)

@@ -5,10 +5,11 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
-from envs.base import EnvFactory
+from envs.base import EnvError, EnvFactory
 from envs.check import EnvContractError, check_env
 from envs.coding.answer import format_answer
 from envs.coding.examples import problem_of
@@ -18,7 +19,7 @@ from envs.dataset import main
 from envs.registry import ENVIRONMENTS, build_factory, build_tasks
 from envs.sandbox.base import SandboxUnavailable
 from envs.sandbox.probe import probe
-from rollout.types import Message, Role, Verdict
+from rollout.types import Checks, Message, Role, Split, Verdict
 
 HIDDEN = EnvConfig().num_hidden_checks
 
@@ -60,6 +61,91 @@ class Unsolvable(Double):
         return False
 
 
+class Echo(Double):
+    """Takes its own question for the answer too."""
+
+    def grade(self, task, answers):
+        return super().grade(task, answers) or answers[-1] == task.messages[0].content
+
+
+class Swapped(Double):
+    """Takes the answer to any of its tasks."""
+
+    def grade(self, task, answers):
+        return answers[-1].strip().isdecimal() and len(answers[-1]) > 1
+
+
+class Shared(Double):
+    """Keeps in the class what belongs to an episode."""
+
+    last: ClassVar[str] = ""
+
+    async def step(self, message):
+        Shared.last = message.content
+        await asyncio.sleep(0)
+        return await super().step(message)
+
+    def grade(self, task, answers):
+        return Shared.last.strip() == str(task.payload["answer"])
+
+
+class Moody(Double):
+    """Grades anew, and not alike."""
+
+    num_graded: ClassVar[int] = 0
+
+    def grade(self, task, answers):
+        Moody.num_graded += 1
+        declared = 1 + Moody.num_graded % 2
+        return Checks(passed=declared * super().grade(task, answers), declared=declared)
+
+
+class Shrinking(Double):
+    """Declares no check where none passes."""
+
+    def grade(self, task, answers):
+        right = super().grade(task, answers)
+        return Checks(passed=int(right), declared=int(right))
+
+
+class Idle(Double):
+    """Finds nothing wrong with doing nothing."""
+
+    async def evidence(self):
+        return replace(await super().evidence(), verdict=Verdict.VALID)
+
+
+class Forgetful(Double):
+    """Leaves no evidence of its turns."""
+
+    async def evidence(self):
+        found = await super().evidence()
+        return replace(found, turns=found.turns[:1] if found.hidden.passed else ())
+
+
+class Silent(Double):
+    """Says nothing to begin with."""
+
+    async def reset(self, task):
+        await super().reset(task)
+        return ()
+
+
+class Binary(Double):
+    """Puts into the payload what is no JSON."""
+
+    def tasks(self):
+        return [replace(task, payload={**task.payload, "raw": b"x"}) for task in super().tasks()]
+
+
+class Repeated(Double):
+    """Trains on what it holds out."""
+
+    def tasks(self):
+        found = super().tasks()
+        return [*found, *(replace(task, id=f"{task.id}-again", split=Split.HELD_OUT) for task in found[:3])]
+
+
 def _custom(name):
     return EnvConfig(name="custom", target=f"{__name__}:{name}")
 
@@ -96,12 +182,31 @@ def test_every_environment_passes_the_contract(environment):
         ("Generous", "must pass no hidden check"),
         ("Fragile", "an episode must not raise, got ValueError: invalid literal for int"),
         ("Unsolvable", "the right answer must pass every hidden check"),
+        ("Echo", "the task repeated must pass no hidden check"),
+        ("Swapped", "the answers to other tasks must pass no hidden check"),
+        ("Shared", "an episode must end the same between others, and when it is played again"),
+        ("Moody", "grading twice must agree"),
+        ("Shrinking", "must not shrink what is declared"),
+        ("Idle", "doing nothing must not be a valid outcome"),
+        ("Forgetful", "each answer leaves one turn of evidence"),
+        ("Silent", "reset must return the opening messages"),
+        ("Binary", "the payload must be JSON, got "),
     ],
 )
 def test_the_contract_catches_a_bad_environment(name, breach):
     config = _custom(name)
     with pytest.raises(EnvContractError, match=breach):
         check_env(custom_factory(config), custom_tasks(config, seed=0))
+
+
+def test_a_held_out_task_that_is_trained_on_is_named_when_the_tasks_are_made():
+    with pytest.raises(EnvError, match="asks what a training task asks"):
+        custom_tasks(_custom("Repeated"), seed=0)
+
+
+def test_many_episodes_of_a_sound_environment_stay_apart():
+    config = _custom("Double")
+    check_env(custom_factory(config), custom_tasks(config, seed=0), num_episodes=8, num_interleaved=64)
 
 
 def test_exported_tasks_grade_as_the_procedural_ones_do(sandbox, tmp_path, monkeypatch, capsys):
