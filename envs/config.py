@@ -12,6 +12,7 @@ class SandboxKind(StrEnum):
 
     local = "local"
     degraded = "degraded"
+    docker = "docker"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class EnvConfig:
     """An environment and the bounds of its episodes.
 
     `target` names a user's own factory as `module:attribute` (with `name=custom`), `params` are its keyword
-    arguments. `dataset` is a JSON-lines file of the user's own tasks in the shape of `envs.dataset`.
+    arguments. `dataset` is a JSON-lines file of the user's own tasks in the shape of `envs.dataset`. `sandbox_image` and
+    `sandbox_runtime` (`runsc`; the engine's own by default) are those of docker boxes; the engine is that of DOCKER_HOST.
     """
 
     name: str = "coding"
@@ -35,3 +37,5 @@ class EnvConfig:
     num_hidden_checks: int = 10
     call_timeout_s: float = 5.0
     sandbox_memory_mb: int = 512
+    sandbox_image: str = "moe-agent-rl-sandbox"
+    sandbox_runtime: str | None = None
