@@ -31,9 +31,11 @@ start = json.loads(read(int.from_bytes(read(4), "big")))
 for name in ("envs", "envs.sandbox"):
     sys.modules[name] = package = types.ModuleType(name)
     package.__path__ = []
+sys.modules["envs"].sandbox = package
 for name, source in start["modules"]:
     sys.modules[name] = module = types.ModuleType(name)
     module.__file__ = f"<{name}>"
+    setattr(package, name.rpartition(".")[2], module)
     exec(compile(source, module.__file__, "exec"), module.__dict__)
 sys.modules[start["modules"][-1][0]].main(start["settings"])
 """

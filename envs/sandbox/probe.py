@@ -14,7 +14,6 @@ from envs.config import SandboxKind
 from envs.sandbox import enforcement, landlock, seccomp
 from envs.sandbox.agentbox import BoxServer
 from envs.sandbox.base import SandboxSpec, SandboxUnavailable
-from envs.sandbox.docker import DockerServer
 from envs.sandbox.local import Zygote
 
 REQUIRED: Final = {
@@ -63,7 +62,12 @@ def probe(kind: SandboxKind, spec: SandboxSpec | None = None) -> ProbeReport:
 
 def open_server(kind: SandboxKind) -> BoxServer:
     """What starts boxes of this kind. Raises `SandboxUnavailable`."""
-    return DockerServer() if kind is SandboxKind.docker else Zygote(kind)
+    if kind is SandboxKind.docker:
+        # Here, so that runs with other boxes do not load the client of the engine.
+        from envs.sandbox.docker import DockerServer
+
+        return DockerServer()
+    return Zygote(kind)
 
 
 def check(server: BoxServer, spec: SandboxSpec) -> ProbeReport:
