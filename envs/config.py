@@ -20,8 +20,9 @@ class EnvConfig:
     """An environment and the bounds of its episodes.
 
     `target` names a user's own factory as `module:attribute` (with `name=custom`), `params` are its keyword
-    arguments. `dataset` is a JSON-lines file of the user's own tasks in the shape of `envs.dataset`. `sandbox_image` and
-    `sandbox_runtime` (`runsc`; the engine's own by default) are those of docker boxes; the engine is that of DOCKER_HOST.
+    arguments. `dataset` is a JSON-lines file of the user's own tasks in the shape of `envs.dataset`.
+    `sandbox_image` and `sandbox_runtime` (`runsc`; the engine's own by default) are those of docker boxes, and the
+    engine is that of DOCKER_HOST.
     """
 
     name: str = "coding"

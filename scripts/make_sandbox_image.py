@@ -21,6 +21,7 @@ from pathlib import Path
 
 import docker
 from docker.errors import DockerException, ImageNotFound
+
 from envs.config import EnvConfig
 
 LIBRARY_PACKAGES = ("libc6", "libstdc++6", "libgcc-s1")
@@ -74,7 +75,9 @@ def collect(python: str) -> tuple[str, list[str]]:
     code = "import os, sys, sysconfig; print(os.path.realpath(sys.executable), sysconfig.get_path('stdlib'))"
     try:
         found = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        new_enough = subprocess.run([python, "-I", "-c", "import sys; sys.exit(sys.version_info < (3, 11))"], check=False)
+        new_enough = subprocess.run(
+            [python, "-I", "-c", "import sys; sys.exit(sys.version_info < (3, 11))"], check=False
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ImageError(f"--python: cannot be started, got {error}; name the system's python3") from None
     if new_enough.returncode:

@@ -24,6 +24,7 @@ from typing import Any, Final, cast
 
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound
+from docker.types import LogConfig, Ulimit
 from requests.exceptions import RequestException
 
 from envs.base import SandboxLost
@@ -108,8 +109,8 @@ def container_settings(spec: SandboxSpec, options: DockerOptions, labels: dict[s
         "memswap_limit": f"{memory_mb}m",
         "nano_cpus": int(_CPUS * 1e9),
         "ipc_mode": "private",
-        "ulimits": [docker.types.Ulimit(name=name, soft=value, hard=value) for name, value in limits.items()],
-        "log_config": docker.types.LogConfig(type="none"),
+        "ulimits": [Ulimit(name=name, soft=value, hard=value) for name, value in limits.items()],
+        "log_config": LogConfig(type="none"),
     }
     if options.runtime is not None:
         settings["runtime"] = options.runtime
@@ -229,7 +230,7 @@ class DockerServer:
         where = os.environ.get("DOCKER_HOST", "the default socket")
         try:
             engine = docker.from_env(timeout=_API_TIMEOUT_S)
-            engine.ping()
+            cast(Any, engine).ping()
         except _ENGINE_ERRORS as error:
             raise SandboxUnavailable(
                 f"env.sandbox: docker needs an engine, got none at {where} <{_line(error)}>; start one, set "
@@ -241,10 +242,10 @@ class DockerServer:
         image, runtime = self._options.image, self._options.runtime
         try:
             self._engine.images.get(image)
-            known = cast(dict[str, Any], self._engine.info()).get("Runtimes") or {}
+            known = cast(dict[str, object], cast(Any, self._engine).info().get("Runtimes") or {})
         except ImageNotFound:
             raise SandboxUnavailable(
-                f"env.sandbox_image: not on the engine, got {image!r}; make it with `make sandbox-image`, or name another"
+                f"env.sandbox_image: not on the engine, got {image!r}; run `make sandbox-image`, or name another"
             ) from None
         except _ENGINE_ERRORS as error:
             raise SandboxUnavailable(
@@ -252,8 +253,8 @@ class DockerServer:
             ) from None
         if runtime is not None and runtime not in known:
             raise SandboxUnavailable(
-                f"env.sandbox_runtime: unknown to the engine, got {runtime!r}; choose one of {sorted(known)}, or add it "
-                "to the engine's daemon.json"
+                f"env.sandbox_runtime: unknown to the engine, got {runtime!r}; choose one of {sorted(known)}, or add "
+                "it to the engine's daemon.json"
             )
 
     def reap(self) -> int:
@@ -269,7 +270,7 @@ class DockerServer:
         if self._closed:
             raise SandboxLost("sandbox: the engine's client is closed, got a request for a box; make a new pool")
         labels = {OWNER_LABEL: self._owner, EXPIRY_LABEL: str(int(time.time()) + LIFETIME_S + 60)}
-        container = None
+        container: Any = None
         try:
             container = self._engine.containers.create(**container_settings(spec, self._options, labels))
             with self._lock:

@@ -23,7 +23,7 @@ EXPIRY_LABEL: Final = "moe-agent-rl.expires"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process: `scope` is its boot and process namespace; process ids come again, with another `started` (clock ticks)."""
+    """A process. `scope` is its boot and process namespace; ids come again, with another `started` (clock ticks)."""
 
     scope: str
     pid: int

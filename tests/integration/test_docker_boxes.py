@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import docker
 import pytest
 
-import docker
 from envs.config import SandboxKind
 from envs.sandbox.agentbox import AgentSandbox
 from envs.sandbox.base import SandboxSpec, SandboxUnavailable
