@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 import docker
 from docker.errors import DockerException, ImageNotFound
@@ -73,11 +74,10 @@ def libraries_of(paths: Iterable[str]) -> set[str]:
 def collect(python: str) -> tuple[str, list[str]]:
     """The interpreter's real path, and every file of the image."""
     code = "import os, sys, sysconfig; print(os.path.realpath(sys.executable), sysconfig.get_path('stdlib'))"
+    is_old = "import sys; sys.exit(sys.version_info < (3, 11))"
     try:
         found = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        new_enough = subprocess.run(
-            [python, "-I", "-c", "import sys; sys.exit(sys.version_info < (3, 11))"], check=False
-        )
+        new_enough = subprocess.run([python, "-I", "-c", is_old], check=False)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ImageError(f"--python: cannot be started, got {error}; name the system's python3") from None
     if new_enough.returncode:
@@ -103,7 +103,7 @@ def digest(files: list[str]) -> str:
     return state.hexdigest()[:12]
 
 
-def write_root(out: io.BufferedIOBase, interpreter: str, files: list[str]) -> None:
+def write_root(out: IO[bytes], interpreter: str, files: list[str]) -> None:
     """The root file system as a tar archive. Links are replaced by what they point to, so none can dangle."""
     with tarfile.open(fileobj=out, mode="w|") as archive:
         made: set[str] = set()

@@ -131,9 +131,8 @@ def test_what_is_no_owner_is_left_alone(label):
 
 def test_a_removal_that_fails_does_not_end_the_reaper():
     class _Gone:
-        labels = {OWNER_LABEL: str(Owner(scope=this_scope(), pid=2**30, started=1))}
-
         def __init__(self, fails):
+            self.labels = {OWNER_LABEL: str(Owner(scope=this_scope(), pid=2**30, started=1))}
             self.fails, self.removed = fails, False
 
         def remove(self, *, force, v):
