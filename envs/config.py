@@ -12,6 +12,7 @@ class SandboxKind(StrEnum):
 
     local = "local"
     degraded = "degraded"
+    docker = "docker"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +44,9 @@ class EnvConfig:
     longer than `dataset_max_row_mb`. `datasets` are several by name, mixed, each with the keys of `DatasetConfig` (an
     open mapping, because OmegaConf adds no dataclass from an override). With `curriculum_column`, a column of numbers,
     the first `curriculum_tasks` training tasks (0: one epoch) go from the lowest number to the highest.
+
+    `sandbox_image` and `sandbox_runtime` (`runsc`; the engine's own by default) are those of docker boxes, and the
+    engine is that of DOCKER_HOST.
     """
 
     name: str = "coding"
@@ -65,3 +69,5 @@ class EnvConfig:
     num_hidden_checks: int = 10
     call_timeout_s: float = 5.0
     sandbox_memory_mb: int = 512
+    sandbox_image: str = "moe-agent-rl-sandbox"
+    sandbox_runtime: str | None = None

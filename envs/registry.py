@@ -14,7 +14,7 @@ from envs.base import EnvError, EnvFactory, TaskSource
 from envs.coding.env import coding_factory
 from envs.coding.examples import problem_of
 from envs.coding.tasks import CodingTasks
-from envs.config import EnvConfig
+from envs.config import EnvConfig, SandboxKind
 from envs.custom import custom_factory, custom_tasks
 from envs.dataset import dataset_tasks
 from envs.extension import load_target
@@ -62,12 +62,30 @@ def check_env_config(config: EnvConfig) -> Environment:
     for key in ("max_turns", "max_tokens_per_turn", "sandboxes_per_worker", "sandbox_memory_mb", "call_timeout_s"):
         if not getattr(config, key) > 0:
             raise EnvError(f"env.{key}: must be positive, got {getattr(config, key)}; raise it")
+    if config.sandbox_runtime is not None and config.sandbox is not SandboxKind.docker:
+        raise EnvError(
+            f"env.sandbox_runtime: belongs to env.sandbox=docker, got {config.sandbox_runtime!r} with "
+            f"{config.sandbox.value!r}; set env.sandbox=docker or drop it"
+        )
+    if not config.sandbox_image.strip():
+        raise EnvError(f"env.sandbox_image: must name an image, got {config.sandbox_image!r}; make sandbox-image")
     return environment
+
+
+def choose_boxes(config: EnvConfig) -> None:
+    """Make the configured image and runtime those of the docker boxes that this process starts."""
+    if config.sandbox is SandboxKind.docker:
+        # Here, so that runs with other boxes do not load the client of the engine.
+        from envs.sandbox.docker import DockerOptions, choose
+
+        choose(DockerOptions(image=config.sandbox_image, runtime=config.sandbox_runtime))
 
 
 def build_factory(config: EnvConfig) -> EnvFactory:
     """The factory of a rollout worker; it starts the sandboxes."""
-    return check_env_config(config).factory(config)
+    environment = check_env_config(config)
+    choose_boxes(config)
+    return environment.factory(config)
 
 
 def build_tasks(config: EnvConfig, *, seed: int) -> TaskSource:

@@ -16,7 +16,7 @@ import yaml
 
 from envs.base import TaskSource
 from envs.extension import load_target
-from envs.registry import build_tasks
+from envs.registry import build_tasks, choose_boxes
 from envs.sandbox.probe import probe
 from model.hf.files import Folder
 from model.kernels.dispatch import resolve_kernels
@@ -146,6 +146,7 @@ def make_start(config: RunConfig) -> Path:
 def _prepare(config: RunConfig, progress: Progress) -> tuple[TaskSource, WorkerPlan]:
     """What can fail fast: the sandbox of this machine and the tasks."""
     progress.stage("checking the sandbox and the tasks")
+    choose_boxes(config.env)
     probe(config.env.sandbox)
     workers = resolve_workers(config)
     progress.say(

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from envs.sandbox import boxfiles
-from envs.sandbox.scratch import Output, Scratch, View, send_all, send_some
+from envs.sandbox.scratch import Connection, Output, Scratch, View, send_all, send_some
 from envs.sandbox.wire import FRAME, MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, MAX_VALUE_BYTES, pack_head
 from envs.sandbox.worker import RECORD, Kind, Reply, serve_worker
 
@@ -82,7 +82,7 @@ class _Outcome:
 class Agent:
     """Serves one host over one socket until that socket closes."""
 
-    def __init__(self, connection: socket.socket, config: AgentConfig) -> None:
+    def __init__(self, connection: socket.socket | Connection, config: AgentConfig) -> None:
         self._connection = connection
         self._config = config
         self._worker: _Worker | None = None

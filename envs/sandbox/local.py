@@ -1,6 +1,6 @@
 """Boxes on this machine, forked from a fork server: 10 ms to a new one, 2 ms to a clean one.
 
-`Zygote` owns the fork server's process; `LocalSandbox` is one box. The kind decides which walls the fork server builds
+`Zygote` owns the fork server's process; `LocalBox` is one box. The kind decides which walls the fork server builds
 (`namespaces` or `degraded`); everything on this side of them is the same.
 """
 
@@ -15,26 +15,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from envs.base import SandboxLost
 from envs.config import SandboxKind
-from envs.sandbox.base import (
-    BoxFileError,
-    CallOutcome,
-    CallStatus,
-    CodeResult,
-    ExecStatus,
-    SandboxSpec,
-    SandboxUnavailable,
-)
+from envs.sandbox.agentbox import Measurements
+from envs.sandbox.base import SandboxSpec, SandboxUnavailable
 from envs.sandbox.client import AgentClient, DeadlineError
-from envs.sandbox.enforcement import measure
-from envs.sandbox.wire import BadValueError, decode_value, encode_value
 
 _CHECKOUT: Final = str(Path(__file__).parents[2])
 _BOOT: Final = "import sys; sys.path.insert(0, sys.argv.pop()); from envs.sandbox.zygote import main; main()"
@@ -44,10 +34,6 @@ _ENVIRONMENT: Final = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSE
 _OTHER_PYTHONS: Final = ("/usr/local/bin/python3", "/usr/bin/python3")
 _NOBODY: Final = 65534
 _SPAWN_S: Final = 20.0
-_MANAGE_S: Final = 20.0
-_INTERRUPT_GRACE_S: Final = 1.0
-# The agent keeps the deadline of a request itself; past this margin the whole box is ended from outside.
-_MARGIN_S: Final = 10.0
 
 
 def python_for_anybody() -> str:
@@ -68,9 +54,25 @@ def python_for_anybody() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Box:
+class LocalBox:
+    """A box of a fork server (`envs.sandbox.agentbox.BoxHandle`). `patience_s`: how long it may take to end itself."""
+
     client: AgentClient
     pidfd: int
+    patience_s: float
+
+    def alive(self) -> bool:
+        """Whether the box's first process runs."""
+        return not _ended(self.pidfd, within_s=0.0)
+
+    def end(self) -> None:
+        """End every process of the box."""
+        self.client.close()
+        if not (self.patience_s and _ended(self.pidfd, within_s=self.patience_s)):
+            with suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            _ended(self.pidfd, within_s=2.0)
+        os.close(self.pidfd)
 
 
 class Zygote:
@@ -91,7 +93,7 @@ class Zygote:
         self._user = user
         self._lock = threading.Lock()
         self._closed = False
-        self._measured: dict[SandboxSpec, frozenset[str]] = {}
+        self._measurements = Measurements()
         self._process, self._control = self._start()
 
     @property
@@ -149,15 +151,22 @@ class Zygote:
             ours.close()
             raise
 
+    def open(self, spec: SandboxSpec) -> LocalBox:
+        """A new box whose agent answers. Raises `SandboxLost`."""
+        connection, pidfd = self.spawn(spec)
+        # The first process of a pid namespace takes all others with it. Elsewhere the agent has to do that.
+        patience_s = 0.0 if self.kind is SandboxKind.local else 2.0
+        box = LocalBox(client=AgentClient(connection), pidfd=pidfd, patience_s=patience_s)
+        try:
+            box.client.request("ping", {}, wall_s=_SPAWN_S)
+        except (DeadlineError, SandboxLost) as error:
+            replace(box, patience_s=0.0).end()
+            raise SandboxLost(str(error)) from None
+        return box
+
     def enforced(self, spec: SandboxSpec) -> frozenset[str]:
         """The walls that hold, measured once in a scratch box."""
-        if spec not in self._measured:
-            box = LocalSandbox(self, spec)
-            try:
-                self._measured[spec] = measure(box, spec)
-            finally:
-                box.close()
-        return self._measured[spec]
+        return self._measurements.of(self, spec)
 
     def close(self) -> None:
         """End the fork server, and with it every box. Idempotent."""
@@ -169,185 +178,6 @@ class Zygote:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-
-
-class LocalSandbox:
-    """One box of a fork server (`envs.sandbox.base.Sandbox`).
-
-    A box that its code made unusable is replaced on the next use. `SandboxLost` is for the rest: the box or the fork
-    server ended, and nothing that the code may do explains it.
-    """
-
-    def __init__(self, zygote: Zygote, spec: SandboxSpec) -> None:
-        self._zygote = zygote
-        self._spec = spec
-        self._closed = False
-        self._worn = False
-        self._box: _Box | None = self._open()
-
-    # ---- the contract
-
-    @property
-    def enforced(self) -> frozenset[str]:
-        """The walls that were measured to hold."""
-        return self._zygote.enforced(self._spec)
-
-    @property
-    def worn(self) -> bool:
-        """Whether its code died or ran out of memory, or the box was lost, since it was made."""
-        return self._worn
-
-    def run_code(self, source: str, timeout_s: float) -> CodeResult:
-        """Run a cell in the persistent interpreter."""
-        fields = {"timeout_s": timeout_s, "grace_s": _INTERRUPT_GRACE_S}
-        data = source.encode("utf-8", "surrogatepass")
-        try:
-            header, stdout = self._request("run", fields, data, timeout_s + _INTERRUPT_GRACE_S + _MARGIN_S)
-        except DeadlineError:
-            self._end()
-            return CodeResult(
-                status=ExecStatus.TIMEOUT,
-                stdout=b"",
-                stdout_total_bytes=0,
-                truncated=False,
-                seconds=timeout_s,
-                state_lost=True,
-            )
-        status = _EXEC_STATUS[header["status"]]
-        self._note(status in (ExecStatus.OOM, ExecStatus.DIED))
-        return CodeResult(
-            status=status,
-            stdout=stdout,
-            stdout_total_bytes=header["total"],
-            truncated=header["total"] > self._spec.max_output_bytes,
-            seconds=header["seconds"],
-            state_lost=header["state_lost"],
-        )
-
-    def load(self, source: str, entry_point: str, timeout_s: float) -> CallOutcome:
-        """Run `source` in a fresh worker process and keep its function `entry_point`."""
-        payload = json.dumps({"source": source, "entry_point": entry_point}).encode()
-        return self._ask_function("load", payload, timeout_s)
-
-    def call(self, args: tuple[object, ...], timeout_s: float) -> CallOutcome:
-        """Call the loaded function. Raises `BadValueError` when an argument cannot cross."""
-        return self._ask_function("call", encode_value(args), timeout_s)
-
-    def settle(self, timeout_s: float) -> CallOutcome:
-        """Make sure that the worker has nothing more to say."""
-        return self._ask_function("settle", b"", timeout_s)
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a file below the working folder."""
-        self._manage("put", {"path": path}, data)
-
-    def get(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        """Read a plain file below the working folder."""
-        return self._manage("get", {"path": path, "max_bytes": max_bytes})[1]
-
-    def num_processes(self) -> int:
-        """Processes in the box besides its agent."""
-        return self._manage("count", {})[0]["count"]
-
-    def reset(self) -> None:
-        """Kill everything in the box, empty its folders, start a fresh interpreter; or replace the box."""
-        try:
-            clean = self._box is not None and self._request("reset", {}, b"", _MANAGE_S)[0].get("clean") is True
-        except (DeadlineError, SandboxLost):
-            clean = False
-        if not clean:
-            self._end()
-            self._box = self._open()
-
-    def close(self) -> None:
-        """End every process of the box. Idempotent."""
-        self._closed = True
-        self._end()
-
-    def alive(self) -> bool:
-        """Whether the box still runs."""
-        return self._box is not None and not _ended(self._box.pidfd, within_s=0.0)
-
-    # ---- the box
-
-    def _open(self) -> _Box:
-        connection, pidfd = self._zygote.spawn(self._spec)
-        box = _Box(client=AgentClient(connection), pidfd=pidfd)
-        try:
-            box.client.request("ping", {}, wall_s=_SPAWN_S)
-        except (DeadlineError, SandboxLost) as error:
-            _end_box(box, patience_s=0.0)
-            raise SandboxLost(str(error)) from None
-        return box
-
-    def _end(self) -> None:
-        if self._box is not None:
-            # The first process of a pid namespace takes all others with it. Elsewhere the agent has to do that.
-            _end_box(self._box, patience_s=0.0 if self._zygote.kind is SandboxKind.local else 2.0)
-            self._box = None
-
-    def _request(
-        self, op: str, fields: Mapping[str, object], payload: bytes, wall_s: float
-    ) -> tuple[dict[str, Any], bytes]:
-        if self._closed:
-            raise SandboxLost(f"sandbox: the box is closed, got a request to {op}; take another one")
-        if self._box is None:
-            self._box = self._open()
-        try:
-            return self._box.client.request(op, fields, payload, wall_s=wall_s)
-        except (DeadlineError, SandboxLost):
-            self._worn = True
-            self._end()
-            raise
-
-    def _manage(self, op: str, fields: Mapping[str, object], payload: bytes = b"") -> tuple[dict[str, Any], bytes]:
-        try:
-            header, body = self._request(op, fields, payload, _MANAGE_S)
-        except DeadlineError as error:
-            raise SandboxLost(str(error)) from None
-        if "error" in header:
-            raise BoxFileError(f"box file: cannot {op}, got {header['error']}; name a plain file below the folder")
-        return header, body
-
-    def _ask_function(self, op: str, payload: bytes, timeout_s: float) -> CallOutcome:
-        try:
-            header, body = self._request(op, {"timeout_s": timeout_s}, payload, timeout_s + _MARGIN_S)
-        except DeadlineError:
-            return CallOutcome(status=CallStatus.TIMEOUT, error="the box stopped answering")
-        status = CallStatus(header["status"])
-        self._note(status in (CallStatus.OOM, CallStatus.DIED))
-        if status is not CallStatus.RETURNED:
-            return CallOutcome(status=status, error=body.decode(errors="replace"))
-        if op != "call":
-            return CallOutcome(status=status)
-        try:
-            return CallOutcome(status=status, value=decode_value(body))
-        except BadValueError as error:
-            # The codec in the worker cannot have written this: the policy's code did.
-            return CallOutcome(status=CallStatus.PROTOCOL, error=str(error))
-
-    def _note(self, harmed: bool) -> None:
-        self._worn = self._worn or harmed
-
-
-_EXEC_STATUS: Final = {
-    "returned": ExecStatus.OK,
-    "raised": ExecStatus.ERROR,
-    "timeout": ExecStatus.TIMEOUT,
-    "oom": ExecStatus.OOM,
-    "died": ExecStatus.DIED,
-    # Code that forges replies of its own interpreter: that interpreter was ended.
-    "protocol": ExecStatus.DIED,
-}
-
-
-def _end_box(box: _Box, *, patience_s: float) -> None:
-    box.client.close()
-    if not (patience_s and _ended(box.pidfd, within_s=patience_s)):
-        with suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
-        _ended(box.pidfd, within_s=2.0)
-    os.close(box.pidfd)
 
 
 def _ended(pidfd: int, *, within_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""A pool of warm boxes over one fork server, for the episodes of one rollout worker.
+"""A pool of warm boxes over one fork server or engine, for the episodes of one rollout worker.
 
 A box is reset when it comes back, so nothing an answer left runs on, and replaced when its code died or ran out of
 memory, when it was lost, or after enough uses. Thread-safe. `acquire` has a deadline and says whom it waited for.
@@ -15,9 +15,9 @@ from typing import Final
 
 from envs.base import EnvError, SandboxLost
 from envs.config import SandboxKind
+from envs.sandbox.agentbox import AgentSandbox, BoxServer
 from envs.sandbox.base import Sandbox, SandboxSpec
-from envs.sandbox.local import LocalSandbox, Zygote
-from envs.sandbox.probe import ProbeReport, check
+from envs.sandbox.probe import ProbeReport, check, open_server
 
 DEFAULT_ACQUIRE_S: Final = 120.0
 DEFAULT_MAX_USES: Final = 1000
@@ -27,7 +27,7 @@ DEFAULT_MAX_USES: Final = 1000
 class _Entry:
     """A box and how often it was given out."""
 
-    box: LocalSandbox
+    box: AgentSandbox
     uses: int = 0
 
 
@@ -44,7 +44,7 @@ class SandboxPool:
     """Up to `size` boxes in use at once, and as many fresh ones beside them.
 
     Fresh boxes are counted apart, so that an episode that holds a box may take a fresh one to be graded in while all
-    others do the same. The pool owns `zygote` when one is given.
+    others do the same. The pool owns `server` when one is given.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SandboxPool:
         *,
         acquire_timeout_s: float = DEFAULT_ACQUIRE_S,
         max_uses: int = DEFAULT_MAX_USES,
-        zygote: Zygote | None = None,
+        server: BoxServer | None = None,
     ) -> None:
         if size < 1:
             raise EnvError(f"env.sandboxes_per_worker: must be at least 1, got {size}; use 1 or more")
@@ -67,11 +67,11 @@ class SandboxPool:
         self._idle: list[_Entry] = []
         self._holders: list[_Holder] = []
         self._closed = False
-        self._zygote = zygote or Zygote(kind)
+        self._server = server or open_server(kind)
         try:
-            self.report: ProbeReport = check(self._zygote, spec)
+            self.report: ProbeReport = check(self._server, spec)
         except BaseException:
-            self._zygote.close()
+            self._server.close()
             raise
 
     @property
@@ -106,7 +106,7 @@ class SandboxPool:
             self._changed.notify_all()
         for entry in idle:
             entry.box.close()
-        self._zygote.close()
+        self._server.close()
 
     def _wait_for_place(self, fresh: bool, owner: str) -> _Holder:
         deadline = time.monotonic() + self._acquire_timeout_s
@@ -139,7 +139,7 @@ class SandboxPool:
                     if entry.box.alive():
                         return entry
                     entry.box.close()
-        return _Entry(box=LocalSandbox(self._zygote, self._spec))
+        return _Entry(box=AgentSandbox(self._server, self._spec))
 
     def _give_back(self, entry: _Entry, fresh: bool) -> None:
         entry.uses += 1

@@ -12,11 +12,13 @@ from typing import Final
 from envs.base import SandboxLost
 from envs.config import SandboxKind
 from envs.sandbox import enforcement, landlock, seccomp
+from envs.sandbox.agentbox import BoxServer
 from envs.sandbox.base import SandboxSpec, SandboxUnavailable
 from envs.sandbox.local import Zygote
 
 REQUIRED: Final = {
     SandboxKind.local: enforcement.ALL,
+    SandboxKind.docker: enforcement.ALL,
     # What Landlock, the filter and limits give everywhere; the rest depends on who starts them.
     SandboxKind.degraded: frozenset(("net", "fs", "processes", "syscalls", "memory")),
 }
@@ -51,16 +53,26 @@ class ProbeReport:
 
 def probe(kind: SandboxKind, spec: SandboxSpec | None = None) -> ProbeReport:
     """Make a box of this kind and try its walls. Raises `SandboxUnavailable` with what is missing and the remedy."""
-    zygote = Zygote(kind)
+    server = open_server(kind)
     try:
-        return check(zygote, spec or SandboxSpec())
+        return check(server, spec or SandboxSpec())
     finally:
-        zygote.close()
+        server.close()
 
 
-def check(zygote: Zygote, spec: SandboxSpec) -> ProbeReport:
-    """`probe` with a fork server that is to be used afterwards."""
-    kind = zygote.kind
+def open_server(kind: SandboxKind) -> BoxServer:
+    """What starts boxes of this kind. Raises `SandboxUnavailable`."""
+    if kind is SandboxKind.docker:
+        # Here, so that runs with other boxes do not load the client of the engine.
+        from envs.sandbox.docker import DockerServer
+
+        return DockerServer()
+    return Zygote(kind)
+
+
+def check(server: BoxServer, spec: SandboxSpec) -> ProbeReport:
+    """`probe` with a server that is to be used afterwards."""
+    kind = server.kind
     if not seccomp.supported(platform.machine()):
         raise SandboxUnavailable(
             f"env.sandbox: no system-call numbers for this architecture, got {platform.machine()}; "
@@ -71,7 +83,7 @@ def check(zygote: Zygote, spec: SandboxSpec) -> ProbeReport:
             "env.sandbox: degraded needs Landlock, got a kernel without it; boot with lsm=landlock,... (Linux 5.13)"
         )
     try:
-        enforced = zygote.enforced(spec)
+        enforced = server.enforced(spec)
     except SandboxLost as error:
         raise SandboxUnavailable(_explain(kind, str(error))) from None
     weak = REQUIRED[kind] - enforced
@@ -80,7 +92,7 @@ def check(zygote: Zygote, spec: SandboxSpec) -> ProbeReport:
             f"env.sandbox: {kind.value} boxes do not hold here, got no wall for {', '.join(sorted(weak))}; "
             f"{_other(kind)}"
         )
-    return ProbeReport(kind=kind, python=zygote.python, enforced=enforced)
+    return ProbeReport(kind=kind, python=server.python, enforced=enforced)
 
 
 def _explain(kind: SandboxKind, problem: str) -> str:
@@ -100,6 +112,8 @@ def _remedy(kind: SandboxKind, problem: str) -> str:
 def _other(kind: SandboxKind) -> str:
     if kind is SandboxKind.local:
         return "choose the weaker walls by name with env.sandbox=degraded"
+    if kind is SandboxKind.docker:
+        return "look at the engine's log, or use env.sandbox=local"
     return "use a machine with namespaces and env.sandbox=local"
 
 

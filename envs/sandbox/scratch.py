@@ -11,7 +11,7 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 View: TypeAlias = "memoryview | bytes"
 
@@ -85,7 +85,19 @@ class Output:
         return [head, notice, self._ring[start:], self._ring[:start]]
 
 
-def send_some(connection: socket.socket, parts: list[View]) -> None:
+class Connection(Protocol):
+    """The part of a socket that the agent uses for its host: in some boxes it is a pair of pipes."""
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Read what has arrived; 0 at the end."""
+        ...
+
+    def sendmsg(self, buffers: Sequence[View], /) -> int:
+        """Write what fits; the number of bytes."""
+        ...
+
+
+def send_some(connection: socket.socket | Connection, parts: list[View]) -> None:
     """Send what the socket takes of `parts`, and remove that from them."""
     count = connection.sendmsg(parts)
     while parts and count >= len(parts[0]):
@@ -94,7 +106,7 @@ def send_some(connection: socket.socket, parts: list[View]) -> None:
         parts[0] = memoryview(parts[0])[count:]
 
 
-def send_all(connection: socket.socket, parts: Sequence[View]) -> None:
+def send_all(connection: socket.socket | Connection, parts: Sequence[View]) -> None:
     """Send all of `parts` over a blocking socket."""
     left = [part for part in parts if len(part)]
     while left:

@@ -118,6 +118,7 @@ _OWN_PROCESS_ONLY: Final[dict[str, tuple[int, int]]] = {
 }
 _SETPRIORITY: Final = (141, 140)
 _ARCHITECTURES: Final = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH
+_ENGINE_ARCHITECTURES: Final = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
 _CLONE: Final = (56, 220)
 _CLONE3: Final = 435
 _SOCKET: Final = (41, 198)
@@ -223,6 +224,46 @@ def _refuse(number: int) -> _Instruction:
 
 def _allow() -> _Instruction:
     return (_RETURN, 0, 0, _ALLOW)
+
+
+def engine_profile(machine: str) -> dict[str, object]:
+    """The filter of a box with a file system of its own as a container engine's profile (runtime-spec, seccomp).
+
+    A call made for another architecture is killed, as here, because no other one is listed. Conditions on one argument
+    are alternatives to libseccomp 2.5, so each rule has one.
+    """
+    if machine not in _ENGINE_ARCHITECTURES:
+        raise OSError(
+            errno.ENOSYS, f"seccomp: profiles are known for {', '.join(_ENGINE_ARCHITECTURES)}, got {machine}"
+        )
+    rules: list[dict[str, object]] = [
+        _rule(sorted(_DENIED), errno.EPERM),
+        _rule(["clone3"], errno.ENOSYS),
+        _rule(sorted(_OWN_PROCESS_ONLY), errno.EPERM, index=0, value=0, op="SCMP_CMP_NE"),
+        _rule(["setpriority"], errno.EPERM, index=0, value=0, op="SCMP_CMP_NE"),
+        _rule(["setpriority"], errno.EPERM, index=1, value=0, op="SCMP_CMP_NE"),
+    ]
+    for shift in range(CLONE_NAMESPACES.bit_length()):
+        flag = CLONE_NAMESPACES & 1 << shift
+        if flag:
+            rules.append(_rule(["clone"], errno.EPERM, index=0, value=flag, valueTwo=flag, op="SCMP_CMP_MASKED_EQ"))
+    sockets = ["socket", "socketpair"]
+    rules += [
+        _rule(sockets, errno.EAFNOSUPPORT, index=0, value=family, op="SCMP_CMP_EQ")
+        for family in range(max(BOX_FAMILIES))
+        if family not in BOX_FAMILIES
+    ]
+    rules.append(_rule(sockets, errno.EAFNOSUPPORT, index=0, value=int(max(BOX_FAMILIES)), op="SCMP_CMP_GT"))
+    return {
+        "defaultAction": "SCMP_ACT_ALLOW",
+        "architectures": [_ENGINE_ARCHITECTURES[machine]],
+        "syscalls": rules,
+    }
+
+
+def _rule(names: list[str], number: int, **argument: int | str) -> dict[str, object]:
+    rule: dict[str, object] = {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": number}
+    return {**rule, "args": [argument]} if argument else rule
 
 
 def install(families: tuple[int, ...], *, on_host_files: bool = False) -> None:

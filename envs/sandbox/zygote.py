@@ -28,7 +28,7 @@ from envs.sandbox.wire import pack_frame
 
 # What answers commonly import: loaded once here instead of in every worker. Every module makes every fork dearer, so
 # not those that bring much along (random and tempfile load OpenSSL).
-_PREIMPORT: Final = (
+PREIMPORT: Final = (
     "bisect",
     "collections",
     "copy",
@@ -43,7 +43,7 @@ _PREIMPORT: Final = (
     "typing",
 )
 _BOX_FD: Final = 3
-_BOX_ENVIRONMENT: Final = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+BOX_ENVIRONMENT: Final = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
         return
     control = socket.socket(fileno=os.dup(0))
     sys.argv[:] = [""]
-    for name in _PREIMPORT:
+    for name in PREIMPORT:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
@@ -192,7 +192,7 @@ def _become_box(request: dict[str, Any], connection: int, folder: str | None) ->
     os.umask(0o022)
     path = f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"
     os.environ.clear()
-    os.environ.update(_BOX_ENVIRONMENT, PATH=path, HOME=work, TMPDIR=temporary)
+    os.environ.update(BOX_ENVIRONMENT, PATH=path, HOME=work, TMPDIR=temporary)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     seccomp.install(seccomp.BOX_FAMILIES if folder is None else (), on_host_files=folder is not None)
     agent.Agent(socket.socket(fileno=_BOX_FD), config).serve()

@@ -17,6 +17,7 @@ from envs.sandbox.base import BoxFileError, CallStatus, ExecStatus, SandboxSpec,
 from envs.sandbox.grader import call_function, checks
 from envs.sandbox.local import Zygote, python_for_anybody
 from envs.sandbox.pool import SandboxPool
+from envs.sandbox.probe import open_server
 
 SPEC = SandboxSpec(memory_mb=256, num_processes=16, tmpfs_mb=16, num_inodes=1000, file_mb=8)
 CANARY = f"canary-{os.urandom(8).hex()}"
@@ -29,10 +30,10 @@ EXPECTED = [10**12 + 7 * number for number in range(4)]
 CORRECT = "def f(x):\n    return 10**12 + 7 * x"
 
 
-def _make_zygote(backend):
+def _make_server(backend):
     kind, _, unprivileged = backend.partition("-")
     if not unprivileged:
-        return Zygote(SandboxKind(kind))
+        return open_server(SandboxKind(kind))
     if os.geteuid() != 0:
         pytest.skip(f"{backend}: not root, so the plain kind is the unprivileged one already")
     return Zygote(SandboxKind(kind), python=python_for_anybody(), user=NOBODY)
@@ -41,6 +42,7 @@ def _make_zygote(backend):
 BACKENDS = [
     "local",
     "degraded",
+    pytest.param("docker", marks=pytest.mark.docker),
     pytest.param("local-unprivileged", marks=pytest.mark.slow),
     pytest.param("degraded-unprivileged", marks=pytest.mark.slow),
 ]
@@ -50,9 +52,11 @@ BACKENDS = [
 def pool(request):
     os.environ["SANDBOX_TEST_SECRET"] = CANARY
     try:
-        zygote = _make_zygote(request.param)
-        pool = SandboxPool(zygote.kind, SPEC, 2, zygote=zygote, acquire_timeout_s=LONG_S)
+        server = _make_server(request.param)
+        pool = SandboxPool(server.kind, SPEC, 2, server=server, acquire_timeout_s=LONG_S)
     except SandboxUnavailable as error:
+        if request.param == "docker" and os.environ.get("REQUIRE_DOCKER"):
+            raise
         pytest.skip(f"{request.param}: {error}")
     finally:
         del os.environ["SANDBOX_TEST_SECRET"]

@@ -280,7 +280,7 @@ def test_a_dead_fork_server_is_masked_and_then_replaced():
         runner = factory._runner
         assert isinstance(runner, SandboxRunner)
         _honest(factory)
-        psutil.Process(runner._pool._zygote.pid).kill()
+        psutil.Process(runner._pool._server.pid).kill()
         outcomes = []
         deadline = time.monotonic() + 20.0
         while not outcomes or outcomes[-1] != 1.0:

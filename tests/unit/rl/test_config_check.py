@@ -137,7 +137,7 @@ def test_a_sweep_is_understood_with_multirun_only_where_jobs_can_differ() -> Non
         ("env.max_turns=2.5", "env.max_turns: must be a whole number, got 2.5; the default is 2"),
         ("env.max_turns=null", "env.max_turns: must be a whole number, got null; the default is 2"),
         ("run.permute_rewards=si", "run.permute_rewards: must be true or false, got si; the default is false"),
-        ("env.sandbox=docker", "env.sandbox: must be one of local, degraded, got docker; the default is local"),
+        ("env.sandbox=podman", "env.sandbox: must be one of local, degraded, docker, got podman; the default is local"),
         ("logging.tags=a", "logging.tags: must be a list such as [a,b], got a; the default is []"),
         (
             "run.name=${run.nme}",

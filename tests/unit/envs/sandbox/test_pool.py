@@ -82,8 +82,8 @@ def test_a_waiting_thread_gets_the_box_that_comes_back(local_pool):
 
 def test_the_death_of_the_fork_server_is_survived(pool):
     with pool.acquire() as box:
-        pool._zygote._process.kill()
-        pool._zygote._process.wait()
+        pool._server._process.kill()
+        pool._server._process.wait()
         deadline = time.monotonic() + 2
         while box.alive() and time.monotonic() < deadline:
             time.sleep(0.01)
