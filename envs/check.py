@@ -5,7 +5,7 @@
 Tasks are the same whenever they are asked for, and held-out tasks are none of the training tasks. Any text is an
 answer: none of them raises. An episode can be graded at any point, and one that did nothing, wrote garbage or was cut
 off has passed no hidden check. The positive control: the known right answer passes all of them, without which
-"everything was refused" would look like safety.
+"everything was refused" would look like safety. A source that says `evaluation_only = True` has no training tasks.
 """
 
 from __future__ import annotations
@@ -70,8 +70,16 @@ def check_env(factory: EnvFactory, tasks: TaskSource, *, solve: Solve | None = N
 def _probes(tasks: TaskSource) -> list[Task]:
     """Training and held-out tasks in turn."""
     held_out = tasks.held_out(NUM_TASKS)
-    train = [tasks.train(index) for index in range(NUM_TASKS)]
+    train = _train(tasks)
+    if not train:
+        return list(held_out)
     return [task for pair in zip(train, held_out, strict=False) for task in pair] or train
+
+
+def _train(tasks: TaskSource) -> list[Task]:
+    if getattr(tasks, "evaluation_only", False):
+        return []
+    return [tasks.train(index) for index in range(NUM_TASKS)]
 
 
 def _require(condition: bool, task: Task | TaskSource, problem: str, got: object) -> None:
@@ -81,9 +89,9 @@ def _require(condition: bool, task: Task | TaskSource, problem: str, got: object
 
 
 def _check_tasks(tasks: TaskSource) -> None:
-    train = [tasks.train(index) for index in range(NUM_TASKS)]
+    train = _train(tasks)
     held_out = tasks.held_out(NUM_TASKS)
-    again = [tasks.train(index) for index in reversed(range(NUM_TASKS))][::-1]
+    again = [tasks.train(index) for index in reversed(range(len(train)))][::-1]
     _require(train == again, tasks, "train(index) must depend on the index alone", "another task the second time")
     _require(held_out == tasks.held_out(NUM_TASKS), tasks, "held_out(count) must not change", "other tasks")
     _require(len(held_out) > 0, tasks, "needs held-out tasks", held_out)
