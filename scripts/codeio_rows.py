@@ -8,15 +8,17 @@ at least three different ones in each set, without reading the clock; and when i
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import sys
+import warnings
 from collections import Counter
 from typing import Any
 
 from envs.base import EnvError, SandboxLost
 from envs.coding.answer import extract, format_answer
-from envs.coding.codeio import ENTRY_POINT, INDEX, parameters, read_rows
+from envs.coding.codeio import ENTRY_POINT, INDEX, read_rows
 from envs.coding.runner import SandboxRunner
 from envs.config import EnvConfig, SandboxKind
 
@@ -33,7 +35,7 @@ def main() -> None:
     arguments = parser.parse_args()
     config = EnvConfig(sandbox=arguments.sandbox, sandboxes_per_worker=1, call_timeout_s=0.5)
     rows, sha256 = read_rows()
-    usable: list[int] = []
+    usable: dict[int, list[str]] = {}
     reasons: Counter[str] = Counter()
     texts: set[str] = set()
     runners = [SandboxRunner(config) for _ in range(2)]
@@ -44,7 +46,7 @@ def main() -> None:
                 reason = "text of another row"
             if reason == "":
                 texts.add(row["task_description"])
-                usable.append(number)
+                usable[number] = _parameters(row)
             else:
                 reasons[reason] += 1
             if number % 100 == 99 or number + 1 == len(rows):
@@ -64,7 +66,7 @@ def _fault(row: dict[str, Any], runners: list[SandboxRunner]) -> str:
     if CLOCK.search(source):
         return "reads the clock"
     try:
-        parameters(row)
+        _parameters(row)
     except (LookupError, SyntaxError):
         return "no reference function"
     if not extract(format_answer(source), ENTRY_POINT).well_formed:
@@ -87,6 +89,16 @@ def _fault(row: dict[str, Any], runners: list[SandboxRunner]) -> str:
         if len({json.dumps(example.expected, sort_keys=True) for example in first}) < LEAST_OUTPUTS:
             return "too few different outputs"
     return ""
+
+
+def _parameters(row: dict[str, Any]) -> list[str]:
+    """Names of the reference's parameters. Raises `LookupError` for code without the function, and `SyntaxError`."""
+    with warnings.catch_warnings(action="ignore"):  # escapes in its strings
+        body = ast.parse(row["code_sample"]).body
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name == ENTRY_POINT:
+            return [arg.arg for arg in node.args.args]
+    raise LookupError(f"no function {ENTRY_POINT}")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,17 @@
 
 A row of the data is a description, reference code and a generator of inputs. Nothing of it runs in this process: a task
 carries the code and a seed, and the episode makes its examples in a box (`envs.coding.reference`), so that each task of
-a run has inputs nobody saw before. `codeio_rows.json` names the rows that can be used (`scripts/codeio_rows.py`): they
-are deterministic, run without further packages, and tell answers apart.
+a run has inputs nobody saw before. `codeio_rows.json` names the rows that can be used (`scripts/codeio_rows.py`), each
+with its parameters: they are deterministic, run without further packages, and tell answers apart.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,15 @@ REL_TOLERANCE: Final = 1e-9
 """Another order of the same sums differs in the last bits of a double (2.2e-16 each); no wrong formula comes as close."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A usable row: what the policy reads, the reference code, the generator of its inputs."""
+
+    prompt: str
+    source: str
+    generator: str
+
+
 class CodeioTasks(TaskSource):
     """Tasks from the usable rows; a row is trained on or held out, by a digest of its text."""
 
@@ -44,10 +53,9 @@ class CodeioTasks(TaskSource):
         self._seed = seed
         self._num_visible = num_visible
         self._num_hidden = num_hidden
-        self._rows, usable = _read()
-        held_out = [number for number in usable if _is_held_out(_prompt(self._rows[number]))]
-        self._train = sorted(set(usable) - set(held_out))
-        self._held_out = held_out
+        self._rows = _read()
+        self._held_out = [number for number, row in self._rows.items() if _is_held_out(row.prompt)]
+        self._train = tuple(number for number, row in self._rows.items() if not _is_held_out(row.prompt))
         random.Random(f"codeio-held-out:{HELD_OUT_SEED}").shuffle(self._held_out)
 
     def train(self, index: int) -> Task:
@@ -55,7 +63,7 @@ class CodeioTasks(TaskSource):
         if index < 0:
             raise EnvError(f"codeio tasks: the index must not be negative, got {index}; count from 0")
         epoch, place = divmod(index, len(self._train))
-        number = _shuffled(tuple(self._train), f"codeio-train:{self._seed}:{epoch}")[place]
+        number = _shuffled(self._train, f"codeio-train:{self._seed}:{epoch}")[place]
         return self._task(f"codeio/train/{self._seed}/{index}", number, Split.TRAIN, index)
 
     def held_out(self, count: int) -> tuple[Task, ...]:
@@ -77,8 +85,8 @@ class CodeioTasks(TaskSource):
     def corpus(self) -> Iterator[str]:
         """Prompts and reference code of the training rows."""
         for number in self._train:
-            yield _prompt(self._rows[number])
-            yield format_answer(self._rows[number]["code_sample"])
+            yield self._rows[number].prompt
+            yield format_answer(self._rows[number].source)
 
     def solve(self, task: Task) -> tuple[str, ...]:
         """The reference code as an answer."""
@@ -87,8 +95,8 @@ class CodeioTasks(TaskSource):
     def _task(self, task_id: str, number: int, split: Split, seed: int) -> Task:
         row = self._rows[number]
         reference = Reference(
-            source=row["code_sample"],
-            generator=row["input_generator"],
+            source=row.source,
+            generator=row.generator,
             seed=random.Random(f"{task_id}:{number}").getrandbits(32),
             num_visible=self._num_visible,
             num_hidden=self._num_hidden,
@@ -98,7 +106,7 @@ class CodeioTasks(TaskSource):
         )
         return Task(
             id=task_id,
-            messages=(Message(role=Role.USER, content=_prompt(row)),),
+            messages=(Message(role=Role.USER, content=row.prompt),),
             payload=problem.payload(),
             split=split,
             seed=seed,
@@ -111,7 +119,8 @@ def read_rows() -> tuple[list[dict[str, Any]], str]:
     return [json.loads(line) for line in read_lines(path)], digest(path)
 
 
-def _read() -> tuple[list[dict[str, Any]], list[int]]:
+def _read() -> dict[int, _Row]:
+    """The usable rows, by their number in the data."""
     rows, found = read_rows()
     index: dict[str, Any] = json.loads(INDEX.read_text())
     if index["sha256"] != found:
@@ -119,7 +128,15 @@ def _read() -> tuple[list[dict[str, Any]], list[int]]:
             f"data package: {PACKAGE} holds another {FILE} than was indexed, got sha256 {found[:12]}; run "
             "`make data-packages`, or index it with scripts/codeio_rows.py"
         )
-    return rows, index["rows"]
+    return {int(number): _row(rows[int(number)], parameters) for number, parameters in index["rows"].items()}
+
+
+def _row(row: dict[str, Any], parameters: list[str]) -> _Row:
+    prompt = (
+        f"{row['task_description'].strip()}\n\n{row['input_output_spec'].strip()}\n\n"
+        f"Answer with one Python code block that defines `{ENTRY_POINT}({', '.join(parameters)})`."
+    )
+    return _Row(prompt=prompt, source=row["code_sample"], generator=row["input_generator"])
 
 
 @cache
@@ -132,18 +149,3 @@ def _shuffled(numbers: tuple[int, ...], key: str) -> list[int]:
 def _is_held_out(prompt: str) -> bool:
     share = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") / 2**32
     return share < HELD_OUT_SHARE
-
-
-def _prompt(row: dict[str, Any]) -> str:
-    return (
-        f"{row['task_description'].strip()}\n\n{row['input_output_spec'].strip()}\n\n"
-        f"Answer with one Python code block that defines `{ENTRY_POINT}({', '.join(parameters(row))})`."
-    )
-
-
-def parameters(row: dict[str, Any]) -> list[str]:
-    """Names of the reference's parameters. Raises `LookupError` for code without the function, and `SyntaxError`."""
-    for node in ast.parse(row["code_sample"]).body:
-        if isinstance(node, ast.FunctionDef) and node.name == ENTRY_POINT:
-            return [arg.arg for arg in node.args.args]
-    raise LookupError(f"no function {ENTRY_POINT}")

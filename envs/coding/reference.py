@@ -65,7 +65,7 @@ def _define(name: str, source: str) -> dict[str, Any]:
 
 def _is_json(value: Any) -> bool:
     """Whether JSON gives the value back as it was."""
-    kind = type(value)
+    kind: type = type(value)
     if kind is float:
         return math.isfinite(value)
     if kind is list:

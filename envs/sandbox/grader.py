@@ -123,7 +123,7 @@ def _close(actual: object, expected: object, rel_tolerance: float) -> bool:
         return False
     if kind is float:
         one, other = cast(float, actual), cast(float, expected)
-        return math.isclose(one, other, rel_tol=rel_tolerance, abs_tol=rel_tolerance) or one != one and other != other
+        return math.isclose(one, other, rel_tol=rel_tolerance, abs_tol=rel_tolerance) or (one != one and other != other)
     if kind in (list, tuple):
         ones, others = cast(list[object], actual), cast(list[object], expected)
         return len(ones) == len(others) and all(

@@ -39,7 +39,7 @@ class _CountPassed(ast.NodeTransformer):
     def __init__(self) -> None:
         self._number = 0
 
-    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:  # noqa: N802 (the name that ast calls)
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
         if not _is_check(node):
             return [node]
         self._number += 1

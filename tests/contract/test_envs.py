@@ -73,7 +73,12 @@ def sandbox():
         return probe(SandboxKind.degraded).kind
 
 
-CONFIGS = {"coding": EnvConfig(call_timeout_s=2.0), "custom": _custom("Double")}
+CONFIGS = {
+    "coding": EnvConfig(call_timeout_s=2.0),
+    "codeio": EnvConfig(name="codeio", call_timeout_s=2.0),
+    "humaneval": EnvConfig(name="humaneval", call_timeout_s=2.0),
+    "custom": _custom("Double"),
+}
 
 
 @pytest.fixture

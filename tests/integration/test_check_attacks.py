@@ -125,9 +125,7 @@ def runner():
         kind = probe(SandboxKind.local).kind
     except SandboxUnavailable:
         kind = probe(SandboxKind.degraded).kind
-    runner = SandboxRunner(
-        EnvConfig(sandbox=kind, sandboxes_per_worker=1, call_timeout_s=1.0, sandbox_memory_mb=256)
-    )
+    runner = SandboxRunner(EnvConfig(sandbox=kind, sandboxes_per_worker=1, call_timeout_s=1.0, sandbox_memory_mb=256))
     yield runner
     runner.close()
 
