@@ -21,6 +21,8 @@ from envs.dataset import DatasetTasks
 from envs.extension import load_target
 
 CUSTOM = "custom"
+FROM_PACKAGES = ("codeio", "humaneval")
+"""Environments whose tasks are read from installed packages, which may be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
