@@ -12,7 +12,7 @@ import math
 import random
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 DRAWS_PER_EXAMPLE = 20
 GENERATOR = "generate_inputs"
@@ -63,13 +63,14 @@ def _define(name: str, source: str) -> dict[str, Any]:
     return module.__dict__
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     """Whether JSON gives the value back as it was."""
-    kind: type = type(value)
+    kind = type(value)
     if kind is float:
-        return math.isfinite(value)
+        return math.isfinite(cast(float, value))
     if kind is list:
-        return all(_is_json(item) for item in value)
+        return all(_is_json(item) for item in cast(list[object], value))
     if kind is dict:
-        return all(type(key) is str and _is_json(item) for key, item in value.items())
+        pairs = cast(dict[object, object], value).items()
+        return all(type(key) is str and _is_json(item) for key, item in pairs)
     return value is None or kind in (bool, int, str)
