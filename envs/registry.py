@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from envs.base import EnvError, EnvFactory, TaskSource
+from envs.coding.codeio import CodeioTasks
 from envs.coding.env import coding_factory
 from envs.coding.examples import problem_of
+from envs.coding.humaneval import HumanEvalTasks
 from envs.coding.tasks import CodingTasks
 from envs.config import EnvConfig, SandboxKind
 from envs.custom import custom_factory, custom_tasks
@@ -20,6 +22,8 @@ from envs.dataset import dataset_tasks
 from envs.extension import load_target
 
 CUSTOM = "custom"
+FROM_PACKAGES = ("codeio", "humaneval")
+"""Environments whose tasks are read from installed packages, which may be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +41,18 @@ def _coding_tasks(config: EnvConfig, seed: int) -> TaskSource:
     return CodingTasks(seed=seed, num_visible=config.num_visible_checks, num_hidden=config.num_hidden_checks)
 
 
+def _codeio_tasks(config: EnvConfig, seed: int) -> TaskSource:
+    return CodeioTasks(seed=seed, num_visible=config.num_visible_checks, num_hidden=config.num_hidden_checks)
+
+
+def _humaneval_tasks(config: EnvConfig, seed: int) -> TaskSource:
+    return HumanEvalTasks()
+
+
 ENVIRONMENTS: Mapping[str, Environment] = {
     "coding": Environment(factory=coding_factory, tasks=_coding_tasks),
+    "codeio": Environment(factory=coding_factory, tasks=_codeio_tasks),
+    "humaneval": Environment(factory=coding_factory, tasks=_humaneval_tasks),
     CUSTOM: Environment(factory=custom_factory, tasks=custom_tasks),
 }
 

@@ -151,13 +151,15 @@ def checked(
     config_check.check(config, overrides.group_options(), default_of)
     from envs.base import EnvError  # the environments take a moment to import, and most mistakes are found by now
     from envs.extension import ExtensionError
-    from envs.registry import build_tasks, check_env_config
+    from envs.registry import FROM_PACKAGES, build_tasks, check_env_config
 
     try:
         check_chat(config)
         check_env_config(config.env)
-        if config.env.dataset is not None or config.env.datasets:
-            build_tasks(config.env, seed=config.run.seed)  # reads and checks every row
+        if config.env.dataset is not None or config.env.datasets or config.env.name in FROM_PACKAGES:
+            tasks = build_tasks(config.env, seed=config.run.seed)  # reads and checks every row
+            if getattr(tasks, "evaluation_only", False):
+                raise EnvError(f"env.name: for evaluation only, got {config.env.name!r}; train with env=codeio")
     except (EnvError, ExtensionError, RendererError, TokenizerError, model_config.ConfigError) as error:
         raise ConfigError(str(error)) from error
     return config

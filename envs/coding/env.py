@@ -1,7 +1,8 @@
 """The coding environment: write a function, see the first failing visible example, try again.
 
     answer -> code block -> visible examples in a sandbox -> one line of feedback, or the end of the episode
-    evidence: the last well-formed answer on the hidden examples, in a box that was reset (or is new)
+    evidence: the last well-formed answer on the hidden examples, in a box that was reset (or is new); or by the
+              task's check code, which runs in another box and calls the answer's function from there
 
 The hidden inputs and all expected values stay in this process: a program gets arguments and returns values, and the
 comparison happens out here. So a program that knows the grader can break its own score only.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from envs.base import Env, EnvError, EnvFactory, StepResult
 from envs.coding import feedback
@@ -19,6 +21,7 @@ from envs.coding.examples import Example, Problem, problem_of
 from envs.coding.runner import CodeRunner, SandboxRunner
 from envs.config import EnvConfig
 from envs.sandbox.base import CallStatus
+from envs.sandbox.checker import CheckReport
 from envs.sandbox.grader import FunctionReport, checks, same_value
 from rollout.types import Checks, Evidence, Message, Role, Task, TurnEvidence, Verdict
 
@@ -38,7 +41,7 @@ class CodingEnv(Env):
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
         """Start over with the task's own messages."""
-        self._problem = problem_of(task)
+        self._problem = await self._with_examples(problem_of(task))
         self._source, self._turns, self._tampered, self._graded = None, (), False, None
         return task.messages
 
@@ -48,13 +51,14 @@ class CodingEnv(Env):
         answer = extract(message.content, problem.entry_point)
         visible, note = Checks(passed=0, declared=len(problem.visible)), answer.note
         if answer.well_formed:
-            report = await self._call(answer.source, problem, problem.visible, fresh=False)
+            report = await self._call(problem, answer.source, problem.visible, fresh=False)
             self._source = answer.source
             self._tampered = self._tampered or report.tampered
-            visible, note = _checks(report, problem.visible), _first_failure(report, problem)
+            visible, note = _checks(report, problem.visible, problem), _first_failure(report, problem)
         turn = TurnEvidence(well_formed=answer.well_formed, visible=visible, note=note)
         self._turns, self._graded = (*self._turns, turn), None
-        if visible.all_passed or len(self._turns) >= self._max_turns:
+        # Without visible examples, an answer that loads is as good as anyone in the episode can tell.
+        if (answer.well_formed and not note) or len(self._turns) >= self._max_turns:
             return StepResult(observations=(), terminated=True)
         return StepResult(observations=(Message(role=Role.TOOL, content=note),), terminated=False)
 
@@ -73,12 +77,20 @@ class CodingEnv(Env):
             raise EnvError("coding episode: no task is open, got a call before reset; call reset first")
         return self._problem
 
-    async def _call(self, source: str, problem: Problem, examples: Sequence[Example], *, fresh: bool) -> FunctionReport:
-        inputs = [example.args for example in examples]
-        return await asyncio.to_thread(self._runner.call, source, problem.entry_point, inputs, fresh=fresh)
+    async def _with_examples(self, problem: Problem) -> Problem:
+        """The problem with the examples that its reference makes, if it has one."""
+        reference = problem.reference
+        if reference is None:
+            return problem
+        examples = await asyncio.to_thread(self._runner.examples, reference, problem.entry_point)
+        return replace(problem, visible=examples[: reference.num_visible], hidden=examples[reference.num_visible :])
+
+    async def _call(self, problem: Problem, answer: str, examples: Sequence[Example], *, fresh: bool) -> FunctionReport:
+        program, inputs = problem.program(answer), [example.args for example in examples]
+        return await asyncio.to_thread(self._runner.call, program, problem.entry_point, inputs, fresh=fresh)
 
     async def _grade(self, problem: Problem) -> Evidence:
-        nothing = Checks(passed=0, declared=len(problem.hidden))
+        nothing = Checks(passed=0, declared=problem.num_hidden)
 
         def failed(reason: str, *, tampered: bool = False) -> Evidence:
             return Evidence(
@@ -93,14 +105,29 @@ class CodingEnv(Env):
             return failed("no well-formed answer" if self._turns else "no answer")
         if self._tampered:
             return failed("broke the grader's protocol", tampered=True)
-        report = await self._call(self._source, problem, problem.hidden, fresh=self._fresh_grading)
+        report = await self._judge(problem, self._source)
         if report.tampered:
             return failed("broke the grader's protocol", tampered=True)
         if report.load_error:
             return failed(feedback.error(report.load_error))
-        if any(outcome.status in (CallStatus.DIED, CallStatus.PROTOCOL) for outcome in report.outcomes):
+        if report.ended_process:
             return failed("the program ended its process")
-        return Evidence(verdict=Verdict.VALID, turns=self._turns, hidden=_checks(report, problem.hidden))
+        return Evidence(verdict=Verdict.VALID, turns=self._turns, hidden=report.checks)
+
+    async def _judge(self, problem: Problem, answer: str) -> CheckReport:
+        """The hidden checks: the task's check code, or else its hidden examples."""
+        if problem.check is not None:
+            program = problem.program(answer)
+            return await asyncio.to_thread(
+                self._runner.check, program, problem.entry_point, problem.check, fresh=self._fresh_grading
+            )
+        report = await self._call(problem, answer, problem.hidden, fresh=self._fresh_grading)
+        return CheckReport(
+            checks=_checks(report, problem.hidden, problem),
+            load_error=report.load_error,
+            tampered=report.tampered,
+            ended_process=any(outcome.status in (CallStatus.DIED, CallStatus.PROTOCOL) for outcome in report.outcomes),
+        )
 
 
 class CodingFactory(EnvFactory):
@@ -124,8 +151,8 @@ def coding_factory(config: EnvConfig) -> CodingFactory:
     return CodingFactory(SandboxRunner(config), max_turns=config.max_turns)
 
 
-def _checks(report: FunctionReport, examples: Sequence[Example]) -> Checks:
-    return checks(report, [example.expected for example in examples])
+def _checks(report: FunctionReport, examples: Sequence[Example], problem: Problem) -> Checks:
+    return checks(report, [example.expected for example in examples], problem.rel_tolerance)
 
 
 def _first_failure(report: FunctionReport, problem: Problem) -> str:
@@ -137,6 +164,6 @@ def _first_failure(report: FunctionReport, problem: Problem) -> str:
     for example, outcome in zip(problem.visible, report.outcomes, strict=True):
         if outcome.status is not CallStatus.RETURNED:
             return feedback.error(outcome.error or outcome.status.value)
-        if not same_value(outcome.value, example.expected):
+        if not same_value(outcome.value, example.expected, problem.rel_tolerance):
             return feedback.wrong_value(problem.entry_point, example.args, got=outcome.value, want=example.expected)
     return ""

@@ -2,16 +2,22 @@
 
 The payload is JSON: `{"entry_point": "f", "visible": [{"args": [[1, 2]], "expected": 3}], "hidden": [...]}`. The policy
 sees the visible examples through feedback only, and the hidden ones never. Values keep their exact types: 1, 1.0 and
-True are three different answers.
+True are three different answers. Three more keys are for tasks from data:
+
+    "preamble": "import math"           code of the task that stands before every answer
+    "rel_tolerance": 1e-9               how far a float may be from the expected one
+    "check": {...}                      check code that grades in place of hidden examples (`envs.sandbox.checker`)
+    "reference": {...}                  code that makes the examples, in place of both lists
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from envs.base import EnvError
+from envs.sandbox.checker import CheckCode
 from rollout.types import Json, Task
 
 
@@ -24,19 +30,55 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Code of a task's data that makes its examples in a box of its own (`envs.coding.reference`).
+
+    The examples follow from `seed`; the first `num_visible` are shown, `num_hidden` grade.
+    """
+
+    source: str
+    generator: str
+    seed: int
+    num_visible: int
+    num_hidden: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """What a task of this environment asks for: the payload, parsed."""
 
     entry_point: str
     visible: tuple[Example, ...]
     hidden: tuple[Example, ...]
+    preamble: str = ""
+    rel_tolerance: float = 0.0
+    check: CheckCode | None = None
+    reference: Reference | None = None
+
+    @property
+    def num_hidden(self) -> int:
+        """Checks that grade, as declared."""
+        if self.check is not None:
+            return self.check.declared
+        return len(self.hidden) if self.reference is None else self.reference.num_hidden
+
+    def program(self, answer: str) -> str:
+        """What runs for an answer."""
+        return f"{self.preamble}\n{answer}" if self.preamble else answer
 
     def payload(self) -> dict[str, Any]:
         """The JSON form that a `Task` carries."""
+        extras: dict[str, Any] = {
+            "preamble": self.preamble,
+            "rel_tolerance": self.rel_tolerance,
+            "check": self.check and self.check.payload(),
+            "reference": self.reference and asdict(self.reference),
+        }
         return {
             "entry_point": self.entry_point,
             "visible": [{"args": list(example.args), "expected": example.expected} for example in self.visible],
             "hidden": [{"args": list(example.args), "expected": example.expected} for example in self.hidden],
+            **{key: value for key, value in extras.items() if value},
         }
 
 
@@ -47,6 +89,10 @@ def problem_of(task: Task) -> Problem:
             entry_point=str(task.payload["entry_point"]),
             visible=_examples(task.payload["visible"]),
             hidden=_examples(task.payload["hidden"]),
+            preamble=str(task.payload.get("preamble", "")),
+            rel_tolerance=float(task.payload.get("rel_tolerance", 0.0)),
+            check=CheckCode.of(task.payload["check"]) if "check" in task.payload else None,
+            reference=Reference(**task.payload["reference"]) if "reference" in task.payload else None,
         )
     except (KeyError, TypeError) as problem:
         raise EnvError(

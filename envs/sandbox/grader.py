@@ -8,6 +8,7 @@ early only loses.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
@@ -77,21 +78,24 @@ def _call(box: Sandbox, args: tuple[object, ...], timeout_s: float) -> CallOutco
         raise EnvError(f"task input: cannot enter a box, got {args!r:.200} ({error}); use builtin types") from None
 
 
-def checks(report: FunctionReport, expected: Sequence[object]) -> Checks:
+def checks(report: FunctionReport, expected: Sequence[object], rel_tolerance: float = 0.0) -> Checks:
     """Checks passed of those declared, one an expected value; none passes when the function tampered."""
     if len(report.outcomes) != len(expected):
         raise EnvError(
             f"task checks: one expected value an input, got {len(expected)} for {len(report.outcomes)}; fix the task"
         )
     passed = sum(
-        outcome.status is CallStatus.RETURNED and same_value(outcome.value, due)
+        outcome.status is CallStatus.RETURNED and same_value(outcome.value, due, rel_tolerance)
         for outcome, due in zip(report.outcomes, expected, strict=True)
     )
     return Checks(passed=0 if report.tampered else passed, declared=len(expected))
 
 
-def same_value(actual: object, expected: object) -> bool:
+def same_value(actual: object, expected: object, rel_tolerance: float = 0.0) -> bool:
     """Equal, and of exactly the same builtin types all the way down: 1, 1.0 and True are three values.
+
+    With a `rel_tolerance`, floats in lists, tuples and values of dicts may differ by that share of the larger one
+    (and by as much of 1, since sums that cancel have no scale of their own).
 
     NaN is the same as NaN, since a task that expects it has no other way to say so; 0.0 is the same as -0.0. The order
     of dict items does not count. Raises `EnvError` when `expected` holds anything but exact builtin types.
@@ -104,10 +108,31 @@ def same_value(actual: object, expected: object) -> bool:
         return False
     if isinstance(actual, Sized) and len(actual) != len(cast(Sized, expected)):
         return False  # before anything is hashed: an answer may hold keys that collide on purpose
+    if rel_tolerance:
+        return _close(actual, expected, rel_tolerance)
     try:
         return _fingerprint(actual) == due
     except TypeError:
         return False
+
+
+def _close(actual: object, expected: object, rel_tolerance: float) -> bool:
+    """`same_value` where floats need not be equal to the last bit. What `expected` holds is known to be builtin."""
+    kind = type(expected)
+    if type(actual) is not kind:
+        return False
+    if kind is float:
+        one, other = cast(float, actual), cast(float, expected)
+        return math.isclose(one, other, rel_tol=rel_tolerance, abs_tol=rel_tolerance) or (one != one and other != other)
+    if kind in (list, tuple):
+        ones, others = cast(list[object], actual), cast(list[object], expected)
+        return len(ones) == len(others) and all(
+            _close(one, other, rel_tolerance) for one, other in zip(ones, others, strict=True)
+        )
+    if kind is dict:
+        table, due = cast(dict[object, object], actual), cast(dict[object, object], expected)
+        return same_value(set(table), set(due)) and all(_close(table[key], due[key], rel_tolerance) for key in due)
+    return same_value(actual, expected)
 
 
 def _fingerprint(value: object) -> tuple[object, ...]:

