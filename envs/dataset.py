@@ -30,7 +30,7 @@ from envs.base import EnvError, TaskSource
 from envs.coding.compositions import Composition
 from envs.coding.tasks import CodingTasks
 from envs.config import DatasetConfig, EnvConfig
-from envs.data.adapters import AUTO, Item, check_format, read_row, recognise
+from envs.data.adapters import AUTO, Item, check_format, read_row, recognise, refuse_foreign
 from envs.data.errors import DatasetError, RowError
 from envs.data.indexed import IndexedTasks, TaskList
 from envs.data.locate import sources
@@ -61,6 +61,7 @@ class _Reader:
             raise DatasetError(problem)
         self.rows = Rows(source, key=key, max_row_mb=max_row_mb)
         self.format = source.format
+        self._is_guessed = source.format == AUTO
         self._rank_column = rank_column
         self._accept = accept
 
@@ -74,9 +75,10 @@ class _Reader:
             columns = list(row)
             if self.format == AUTO:
                 self.format = recognise(columns)
+            elif self._is_guessed:
+                refuse_foreign(columns, self.format)
             rank = self._rank(row)
-            name, number = self.rows.where(position)
-            item = read_row(row, name=self.format, default_id=f"{Path(name).name}:{number}")
+            item = read_row(row, name=self.format, default_id=self.rows.label(position))
             if self._accept is not None:
                 self._accept_task(item.task)
         except RowError as problem:

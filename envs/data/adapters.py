@@ -76,6 +76,17 @@ def recognise(columns: Sequence[str]) -> str:
     raise RowError("the columns fit no convention", list(columns), f"{hint}use those of {', '.join(ADAPTERS)}")
 
 
+def refuse_foreign(columns: Sequence[str], name: str) -> None:
+    """Raise `RowError` for a row whose columns mark another convention than `name`, that of the rows before it."""
+    foreign = [column for column in columns if column in ADAPTERS[name].but]
+    if foreign:
+        raise RowError(
+            f"the rows before are of {name}, and {foreign[0]!r} is a column of another convention",
+            list(columns),
+            f"give each convention a file of its own in env.datasets, or set the format to {name}",
+        )
+
+
 def check_format(name: str, key: str) -> str | None:
     """What is wrong with the name of a format, or `None`."""
     if name == AUTO or name in ADAPTERS:
@@ -161,7 +172,7 @@ def _item(
     if isinstance(task_id, bool) or not isinstance(task_id, str | int) or task_id == "":
         raise RowError("id: must be a text or a whole number", repr(task_id), "give every row its own")
     split = more.pop("split", row.get("split"))
-    if split is not None and split not in _SPLITS:
+    if split is not None and (not isinstance(split, str) or split not in _SPLITS):
         raise RowError("split: unknown", repr(split), f"use one of {', '.join(_SPLITS)}")
     task = Task(
         id=str(task_id),
@@ -204,10 +215,10 @@ def _verl(row: dict[str, Any], default_id: str) -> Item:
     if "ground_truth" not in reward:
         raise RowError("reward_model.ground_truth: missing", list(reward), "give the right answer there")
     more: dict[str, Any] = {}
-    if "split" in extra:
+    if extra.get("split") is not None:
         more["split"] = extra["split"]
-    if "id" not in row and "index" in extra:
-        more["id"] = f"{row.get('data_source', 'verl')}/{extra.get('split', 'train')}/{extra['index']}"
+    if "id" not in row and extra.get("index") is not None:  # Parquet gives every row every key, null where it has none
+        more["id"] = f"{row.get('data_source', 'verl')}/{extra.get('split') or 'train'}/{extra['index']}"
     payload = _rest(row, "prompt") | {"answer": reward["ground_truth"], "reward_model": reward, "extra_info": extra}
     return _item(row, _messages(row["prompt"], "prompt"), payload, default_id, **more)
 
@@ -230,7 +241,7 @@ def _nemo_gym(row: dict[str, Any], default_id: str) -> Item:
 
 
 def _verifiers(row: dict[str, Any], default_id: str) -> Item:
-    payload = _rest(row, "prompt", "info") | dict(_object(row, "info"))
+    payload = dict(_object(row, "info")) | _rest(row, "prompt", "info")  # a column of its own says more than `info`
     return _item(row, _messages(row["prompt"], "prompt"), payload, default_id)
 
 

@@ -27,7 +27,8 @@ _BLOCK_BYTES = 1 << 20
 def hub_id(path: str) -> str | None:
     """The id `org/name` that the path names, or `None` where it names something of this machine."""
     if path.startswith(HUB_PREFIX):
-        return path.removeprefix(HUB_PREFIX)
+        rest = path.removeprefix(HUB_PREFIX)  # hf://datasets/org/name/file is the address of a file
+        return rest if _HUB_ID.fullmatch(rest) else None
     is_id = _HUB_ID.fullmatch(path) is not None and not path.endswith(SUFFIXES)
     return path if is_id and not Path(path).exists() and not Path(path).parent.exists() else None
 

@@ -34,9 +34,9 @@ class MixedTasks(TaskSource):
     """Sources by name, mixed. The id of a task is `<name>/<its own id>`."""
 
     def __init__(self, parts: Mapping[str, IndexedTasks], settings: Mapping[str, DatasetConfig], *, seed: int) -> None:
-        self._parts = dict(parts)
+        self._parts = dict(sorted(parts.items()))  # by name, so that the order of the settings changes no task
         self._seed = seed
-        self._stages = _stages(settings)
+        self._stages = _stages(dict(sorted(settings.items())))
         self._block: tuple[tuple[int, int], list[str]] = ((-1, -1), [])
         for part in self._parts.values():
             for name, other in self._parts.items():

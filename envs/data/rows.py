@@ -14,6 +14,7 @@ import bisect
 import itertools
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ class Rows:
         self._columns = dict(source.columns)
         self._max_row_mb = max_row_mb
         self._parts = _open(source, key)
+        roots = [os.path.dirname(part.name) for part in self._parts]
+        self._root = os.path.commonpath(roots) if len(roots) > 1 else "".join(roots)
         self._ends = list(itertools.accumulate(len(part.table) for part in self._parts))
 
     def __len__(self) -> int:
@@ -53,6 +56,11 @@ class Rows:
         """The file (or id) of a row, and its number there, counted from 1 (the line of a JSON-lines file)."""
         part = bisect.bisect_right(self._ends, position)
         return self._parts[part].name, position - (self._ends[part - 1] if part else 0) + 1
+
+    def label(self, position: int) -> str:
+        """An id for a row without one: its file, below the folder that holds all of them, and its number."""
+        name, number = self.where(position)
+        return f"{name[len(self._root) :].lstrip('/')}:{number}"
 
     def read(self, position: int) -> dict[str, Any] | None:
         """A row with renamed columns, or `None` for an empty line. Raises `RowError`."""
@@ -72,6 +80,12 @@ class Rows:
                     f"{self._setting('columns')}: the row has no column {old!r}",
                     f"the columns {list(row)}",
                     "rename a column that is there",
+                )
+            if new in row:
+                raise RowError(
+                    f"{self._setting('columns')}: {old!r} would replace the column {new!r}",
+                    f"the columns {list(row)}",
+                    "rename that one too, or drop it",
                 )
             row[new] = row.pop(old)
         return row
@@ -183,6 +197,12 @@ def _parsed(line: str) -> dict[str, Any]:
         raise RowError(f"not JSON ({problem})", line, "") from problem
     if not isinstance(row, dict):
         raise RowError("not a JSON object", line, "")
+    if "\\u" in line:
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as problem:
+            half = f"\\u{ord(problem.object[problem.start]):04x}"
+            raise RowError("half of a surrogate pair, which is no character", half, "drop it") from problem
     return cast(dict[str, Any], row)
 
 
