@@ -31,7 +31,7 @@ def run(monkeypatch, root: Path, run_one, *given: str) -> int:
         ),
         (
             ["+experiment=coding", "env=codng"],
-            "env: no such option, got codng; did you mean 'coding'? choose one of: coding, custom",
+            "env: no such option, got codng; did you mean 'coding'? choose one of: codeio, coding, custom, humaneval",
         ),
         (
             ["+experiment=coding", "run.rounds=many"],
@@ -135,7 +135,11 @@ def test_a_folder_of_ones_own_adds_experiments(monkeypatch, tmp_path: Path) -> N
 def test_help_lists_what_can_be_chosen_and_set(monkeypatch, tmp_path: Path, capsys) -> None:
     assert run(monkeypatch, tmp_path, train.run_one, "--help") == 0
     out = capsys.readouterr().out
-    for expected in ("python -m rl.train +experiment=coding\n", "env=        coding, custom", "run.rounds = 30"):
+    for expected in (
+        "python -m rl.train +experiment=coding\n",
+        "env=        codeio, coding, custom, humaneval",
+        "run.rounds = 30",
+    ):
         assert expected in out
     assert "schema" not in out
 
