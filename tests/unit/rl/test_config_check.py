@@ -71,8 +71,11 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
             "run.seed: nothing can be removed from the configuration, got '~run.seed'; set a value instead",
         ),
         ("~env", "env: nothing can be removed from the configuration, got '~env'; set a value instead"),
-        ("env=codng", "env: no such option, got codng; did you mean 'coding'? choose one of: coding, custom"),
-        ("env=null", "env: no such option, got null; choose one of: coding, custom"),
+        (
+            "env=codng",
+            "env: no such option, got codng; did you mean 'coding'? choose one of: codeio, coding, custom, humaneval",
+        ),
+        ("env=null", "env: no such option, got null; choose one of: codeio, coding, custom, humaneval"),
         (
             "+experiment=codign",
             "experiment: no such option, got codign; did you mean 'coding'? choose one of: coding",
