@@ -54,8 +54,8 @@ class _Test:
     def __init__(self, preamble: str, check: str, entry_point: str) -> None:
         self._to_host: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self._to_test: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._began: Counter[int] = Counter()
-        self._passed: Counter[int] = Counter()
+        self._began: list[int] = []
+        self._passed: list[int] = []
         threading.Thread(target=self._run, args=(preamble, check, entry_point), daemon=True).start()
 
     def wanted(self) -> tuple[Any, ...]:
@@ -77,18 +77,16 @@ class _Test:
             module = ModuleType("test")
             namespace = module.__dict__
             exec(compile(preamble, "<preamble>", "exec"), namespace)
-            namespace |= {
-                entry_point: self._candidate,
-                "__began__": lambda number: self._began.update((number,)),
-                "__passed__": lambda number: self._passed.update((number,)),
-            }
+            notes = {"__began__": self._began.append, "__passed__": self._passed.append}
+            namespace |= {entry_point: self._candidate, **notes}
             tree = ast.fix_missing_locations(_CountPassed().visit(ast.parse(check)))
             exec(compile(tree, "<check>", "exec"), namespace)
             namespace["check"](self._candidate)
         except BaseException as error:  # noqa: BLE001 (whatever ends the check is its result)
             failure = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
         # A check in a loop passes when it did so every time: a test may catch the failure of one round and go on.
-        num_passed = sum(self._passed[number] == times for number, times in self._began.items())
+        passed = Counter(self._passed)
+        num_passed = sum(passed[number] == times for number, times in Counter(self._began).items())
         self._to_host.put(("ended", num_passed, failure))
 
 
