@@ -104,6 +104,8 @@ def run_check(
             break
         kind, *rest = cast(tuple[Any, ...], wanted.value)
         if kind == "ended":
+            if num_answers == 0:
+                raise _uncalled(entry_point, rest[1] or "no call")
             return _ended(candidate, check, rest[0], rest[1], call_timeout_s)
         answer = _call(candidate, rest[0], min(call_timeout_s, deadline - time.monotonic()))
         if answer.status.worker_lost:
@@ -112,11 +114,12 @@ def run_check(
         returned = answer.status is CallStatus.RETURNED
         message = ("returned", answer.value) if returned else ("failed", answer.error or answer.status.value)
     if num_answers == 0:
-        raise EnvError(
-            f"task check: stopped before it called {entry_point!r}, got {wanted.status.value} {wanted.error}; "
-            "fix the task"
-        )
+        raise _uncalled(entry_point, f"{wanted.status.value} {wanted.error}")
     return _failed(check, CallOutcome(status=wanted.status), f"the test stopped ({wanted.status.value})", test=True)
+
+
+def _uncalled(entry_point: str, got: str) -> EnvError:
+    return EnvError(f"task check: stopped before it called {entry_point!r}, got {got}; fix the task")
 
 
 def _call(candidate: Sandbox, args: tuple[object, ...], timeout_s: float) -> CallOutcome:

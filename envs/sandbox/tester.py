@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import threading
+from collections import Counter
 from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
@@ -34,7 +35,7 @@ def _is_check(node: ast.AST) -> bool:
 
 
 class _CountPassed(ast.NodeTransformer):
-    """Follows every check with a note that it passed."""
+    """Puts a note that it began before every check, and one that it passed after it."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -43,8 +44,8 @@ class _CountPassed(ast.NodeTransformer):
         if not _is_check(node):
             return [node]
         self._number += 1
-        note = ast.parse(f"__passed__({self._number})").body
-        return [node, *(ast.copy_location(statement, node) for statement in note)]
+        before, after = (ast.parse(f"{name}({self._number})").body for name in ("__began__", "__passed__"))
+        return [ast.copy_location(statement, node) for statement in (*before, node, *after)]
 
 
 class _Test:
@@ -53,7 +54,8 @@ class _Test:
     def __init__(self, preamble: str, check: str, entry_point: str) -> None:
         self._to_host: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self._to_test: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self._passed: set[int] = set()
+        self._began: list[int] = []
+        self._passed: list[int] = []
         threading.Thread(target=self._run, args=(preamble, check, entry_point), daemon=True).start()
 
     def wanted(self) -> tuple[Any, ...]:
@@ -75,13 +77,17 @@ class _Test:
             module = ModuleType("test")
             namespace = module.__dict__
             exec(compile(preamble, "<preamble>", "exec"), namespace)
-            namespace |= {entry_point: self._candidate, "__passed__": self._passed.add}
+            notes = {"__began__": self._began.append, "__passed__": self._passed.append}
+            namespace |= {entry_point: self._candidate, **notes}
             tree = ast.fix_missing_locations(_CountPassed().visit(ast.parse(check)))
             exec(compile(tree, "<check>", "exec"), namespace)
             namespace["check"](self._candidate)
         except BaseException as error:  # noqa: BLE001 (whatever ends the check is its result)
             failure = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-        self._to_host.put(("ended", len(self._passed), failure))
+        # A check in a loop passes when it did so every time: a test may catch the failure of one round and go on.
+        passed = Counter(self._passed)
+        num_passed = sum(passed[number] == times for number, times in Counter(self._began).items())
+        self._to_host.put(("ended", num_passed, failure))
 
 
 _test: list[_Test] = []

@@ -171,7 +171,7 @@ def test_a_test_that_never_ends_is_charged_to_the_program_that_it_read(runner):
     assert "time" in report.failure
 
 
-@pytest.mark.parametrize("test", ["import os\nos._exit(0)", "while True: pass"])
+@pytest.mark.parametrize("test", ["import os\nos._exit(0)", "while True: pass", "import no_such_module"])
 def test_a_test_that_stops_before_the_first_call_is_a_fault_of_the_task(runner, test):
     check = CheckCode.parse("", f"{test}\ndef check(candidate):\n    assert candidate(1)\n")
     with pytest.raises(EnvError, match="task check: stopped before it called 'f', got"):

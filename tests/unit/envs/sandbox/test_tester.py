@@ -51,3 +51,12 @@ def test_the_test_may_call_the_function_by_its_name():
 @pytest.mark.parametrize("check", ["def check(candidate):\n    exit(0)\n    assert candidate(1)", "x = 1"])
 def test_a_check_that_exits_or_is_missing_is_a_failure(check):
     assert _run(check, lambda x: ("returned", 0))[1][2].split(":")[0] in ("SystemExit", "KeyError", "NameError")
+
+
+def test_a_check_in_a_loop_passes_when_it_does_so_in_every_round():
+    swallowing = (
+        "def check(candidate):\n    for x in range(3):\n        try:\n            assert candidate(x) == x\n"
+        "        except AssertionError:\n            pass\n"
+    )
+    assert _run(swallowing, lambda x: ("returned", x))[1] == ("ended", 1, "")
+    assert _run(swallowing, lambda x: ("returned", 0))[1] == ("ended", 0, "")
