@@ -15,7 +15,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from rollout.types import Answer, Evidence, Message, Task, ToolCall
 
@@ -116,6 +116,9 @@ class TaskSource(ABC):
     `train(i)` depends on the seed and `i` alone: the data cursor of a run is one integer, so a resumed run reads on
     exactly where it stopped.
     """
+
+    evaluation_only: ClassVar[bool] = False
+    """Whether it has held-out tasks alone: then the other methods raise, and no run trains on it."""
 
     @abstractmethod
     def train(self, index: int) -> Task:

@@ -86,7 +86,7 @@ def _probes(tasks: TaskSource) -> list[Task]:
 
 
 def _train(tasks: TaskSource) -> list[Task]:
-    if getattr(tasks, "evaluation_only", False):
+    if tasks.evaluation_only:
         return []
     return [tasks.train(index) for index in range(NUM_TASKS)]
 

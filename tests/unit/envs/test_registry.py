@@ -37,6 +37,14 @@ def test_a_task_file_replaces_the_procedural_tasks(tmp_path, monkeypatch, capsys
             "env.target: target and params belong to env.name=custom, got 'a:b' and {} with 'coding'; "
             "set env.name=custom or drop them",
         ),
+        (
+            EnvConfig(name="codeio", dataset="my.jsonl"),
+            "env.dataset: codeio has its own tasks, got 'my.jsonl'; drop it, or use env=coding with data of yours",
+        ),
+        (
+            EnvConfig(name="humaneval", datasets={"mine": {"path": "my.jsonl"}}),
+            "env.dataset: humaneval has its own tasks, got 'mine'; drop it, or use env=coding with data of yours",
+        ),
         (EnvConfig(max_turns=0), "env.max_turns: must be positive, got 0; raise it"),
         (EnvConfig(call_timeout_s=float("nan")), "env.call_timeout_s: must be positive, got nan; raise it"),
     ],
