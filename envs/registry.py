@@ -79,7 +79,7 @@ def check_env_config(config: EnvConfig) -> Environment:
     if config.name in FROM_PACKAGES and (config.dataset is not None or config.datasets):
         given = config.dataset or ", ".join(config.datasets)
         raise EnvError(
-            f"env.dataset: {config.name} has its own tasks, got {given!r}; drop it, or use env=coding with data of yours"
+            f"env.dataset: {config.name} has its own tasks, got {given!r}; drop it, or use env=coding with your data"
         )
     if config.sandbox_runtime is not None and config.sandbox is not SandboxKind.docker:
         raise EnvError(

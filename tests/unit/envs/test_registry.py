@@ -39,11 +39,11 @@ def test_a_task_file_replaces_the_procedural_tasks(tmp_path, monkeypatch, capsys
         ),
         (
             EnvConfig(name="codeio", dataset="my.jsonl"),
-            "env.dataset: codeio has its own tasks, got 'my.jsonl'; drop it, or use env=coding with data of yours",
+            "env.dataset: codeio has its own tasks, got 'my.jsonl'; drop it, or use env=coding with your data",
         ),
         (
             EnvConfig(name="humaneval", datasets={"mine": {"path": "my.jsonl"}}),
-            "env.dataset: humaneval has its own tasks, got 'mine'; drop it, or use env=coding with data of yours",
+            "env.dataset: humaneval has its own tasks, got 'mine'; drop it, or use env=coding with your data",
         ),
         (EnvConfig(max_turns=0), "env.max_turns: must be positive, got 0; raise it"),
         (EnvConfig(call_timeout_s=float("nan")), "env.call_timeout_s: must be positive, got nan; raise it"),
