@@ -18,6 +18,7 @@ from envs.sandbox.grader import call_function, checks
 from envs.sandbox.local import Zygote, python_for_anybody
 from envs.sandbox.pool import SandboxPool
 from envs.sandbox.probe import open_server
+from tests.forged_replies import FIND_REQUEST
 
 SPEC = SandboxSpec(memory_mb=256, num_processes=16, tmpfs_mb=16, num_inodes=1000, file_mb=8)
 CANARY = f"canary-{os.urandom(8).hex()}"
@@ -86,22 +87,6 @@ def _needs(pool, *walls):
 
 # ---- attacks on the grader: each is an answer that must not pass
 
-FORGE = """
-import os, stat, struct, sys
-def request_id():
-    frame = sys._getframe()
-    while "request_id" not in frame.f_locals:
-        frame = frame.f_back
-    return frame.f_locals["request_id"]
-def forge(number, body):
-    for fd in range(64):
-        try:
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.write(fd, struct.pack("!16sBI", number, 1, len(body)) + body)
-        except OSError:
-            pass
-"""
-
 ANSWERS = {"fails": {}, "tampers": {}, "passes": {}}
 for _section in Path(__file__).with_name("sandbox_answers.txt").read_text().split("\n== ")[1:]:
     _title, _, _source = _section.partition("\n")
@@ -129,7 +114,7 @@ def test_an_answer_that_must_fail(pool, attack):
 
 @pytest.mark.parametrize("attack", ANSWERS["tampers"])
 def test_forged_replies_are_tampering(pool, attack):
-    report, _ = _grade(pool, FORGE + ANSWERS["tampers"][attack], LONG_S)
+    report, _ = _grade(pool, FIND_REQUEST + ANSWERS["tampers"][attack], LONG_S)
     assert report.tampered
     assert checks(report, EXPECTED).passed == 0
 

@@ -12,6 +12,7 @@ from envs.config import EnvConfig, SandboxKind
 from envs.sandbox.base import SandboxUnavailable
 from envs.sandbox.checker import CheckCode
 from envs.sandbox.probe import probe
+from tests.forged_replies import FIND_REQUEST
 
 HONEST = "def f(xs):\n    return sorted(xs)\n"
 CHECK = CheckCode.parse(
@@ -30,21 +31,6 @@ def check(candidate):
     assert candidate([2.5, 0.5]) == [0.5, 2.5]
 """,
 )
-FIND_REQUEST = """
-import os, stat, struct, sys
-def request_id():
-    frame = sys._getframe()
-    while "request_id" not in frame.f_locals:
-        frame = frame.f_back
-    return frame.f_locals["request_id"]
-def forge(number, body):
-    for fd in range(64):
-        try:
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.write(fd, struct.pack("!16sBI", number, 1, len(body)) + body)
-        except OSError:
-            pass
-"""
 
 FAILING = {
     "exit": "import sys\ndef f(xs):\n    sys.exit(0)",

@@ -29,6 +29,7 @@ from rollout.renderers.registry import make_renderer
 from rollout.scripted import ScriptedSampler
 from rollout.tokenizer import train_tokenizer
 from rollout.types import Boundary, StopReason, TaskLimits, Verdict
+from tests.forged_replies import FIND_REQUEST
 
 CONFIG = EnvConfig(
     max_turns=2,
@@ -45,21 +46,6 @@ TASK = TASKS.train(0)
 (CORRECT,) = TASKS.solve(TASK)
 REFERENCE = CORRECT.split("\n", 1)[1].rsplit("\n", 1)[0]
 
-FIND_REQUEST = """
-import os, socket, stat, struct, sys
-def request_id():
-    frame = sys._getframe()
-    while "request_id" not in frame.f_locals:
-        frame = frame.f_back
-    return frame.f_locals["request_id"]
-def forge(number, body):
-    for fd in range(64):
-        try:
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                os.write(fd, struct.pack("!16sBI", number, 1, len(body)) + body)
-        except OSError:
-            pass
-"""
 
 ATTACKS = {
     "exit in the function": "import sys\ndef f(xs):\n    sys.exit(0)",
