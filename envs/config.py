@@ -45,6 +45,8 @@ class EnvConfig:
     open mapping, because OmegaConf adds no dataclass from an override). With `curriculum_column`, a column of numbers,
     the first `curriculum_tasks` training tasks (0: one epoch) go from the lowest number to the highest.
 
+    `bfcl_categories` are those of `name=bfcl`: base, miss_func, miss_param, long_context.
+
     `sandbox_image` and `sandbox_runtime` (`runsc`; the engine's own by default) are those of docker boxes, and the
     engine is that of DOCKER_HOST.
     """
@@ -65,6 +67,7 @@ class EnvConfig:
     max_context_tokens: int = 192
     sandbox: SandboxKind = SandboxKind.local
     sandboxes_per_worker: int = 2
+    bfcl_categories: list[str] = field(default_factory=lambda: ["base"])
     num_visible_checks: int = 6
     num_hidden_checks: int = 10
     call_timeout_s: float = 5.0

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from envs.base import EnvError, EnvFactory, TaskSource
+from envs.bfcl.env import BfclFactory
+from envs.bfcl.tasks import BfclTasks
 from envs.coding.codeio import CodeioTasks
 from envs.coding.env import coding_factory
 from envs.coding.examples import problem_of
@@ -22,7 +24,7 @@ from envs.dataset import dataset_tasks
 from envs.extension import load_target
 
 CUSTOM = "custom"
-FROM_PACKAGES = ("codeio", "humaneval")
+FROM_PACKAGES = ("bfcl", "codeio", "humaneval")
 """Environments whose tasks are read from installed packages, which may be missing."""
 
 
@@ -49,7 +51,12 @@ def _humaneval_tasks(config: EnvConfig, seed: int) -> TaskSource:
     return HumanEvalTasks()
 
 
+def _bfcl_tasks(config: EnvConfig, seed: int) -> TaskSource:
+    return BfclTasks(config.bfcl_categories, seed=seed)
+
+
 ENVIRONMENTS: Mapping[str, Environment] = {
+    "bfcl": Environment(factory=BfclFactory, tasks=_bfcl_tasks),
     "coding": Environment(factory=coding_factory, tasks=_coding_tasks),
     "codeio": Environment(factory=coding_factory, tasks=_codeio_tasks),
     "humaneval": Environment(factory=coding_factory, tasks=_humaneval_tasks),

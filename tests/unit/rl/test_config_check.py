@@ -73,9 +73,10 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("~env", "env: nothing can be removed from the configuration, got '~env'; set a value instead"),
         (
             "env=codng",
-            "env: no such option, got codng; did you mean 'coding'? choose one of: codeio, coding, custom, humaneval",
+            "env: no such option, got codng; did you mean 'coding'? choose one of: "
+            "bfcl, codeio, coding, custom, humaneval",
         ),
-        ("env=null", "env: no such option, got null; choose one of: codeio, coding, custom, humaneval"),
+        ("env=null", "env: no such option, got null; choose one of: bfcl, codeio, coding, custom, humaneval"),
         (
             "+experiment=codign",
             "experiment: no such option, got codign; did you mean 'coding'? choose one of: coding",

@@ -31,7 +31,8 @@ def run(monkeypatch, root: Path, run_one, *given: str) -> int:
         ),
         (
             ["+experiment=coding", "env=codng"],
-            "env: no such option, got codng; did you mean 'coding'? choose one of: codeio, coding, custom, humaneval",
+            "env: no such option, got codng; did you mean 'coding'? choose one of: "
+            "bfcl, codeio, coding, custom, humaneval",
         ),
         (
             ["+experiment=coding", "run.rounds=many"],
@@ -137,7 +138,7 @@ def test_help_lists_what_can_be_chosen_and_set(monkeypatch, tmp_path: Path, caps
     out = capsys.readouterr().out
     for expected in (
         "python -m rl.train +experiment=coding\n",
-        "env=        codeio, coding, custom, humaneval",
+        "env=        bfcl, codeio, coding, custom, humaneval",
         "run.rounds = 30",
     ):
         assert expected in out
