@@ -13,21 +13,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from envs.base import EnvError
+from envs.bfcl.worker import MODULES
 from envs.data_packages import data_file
 
 PACKAGE = "bfcl-eval"
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
-DOCUMENTS = {
-    "GorillaFileSystem": "gorilla_file_system",
-    "MathAPI": "math_api",
-    "MessageAPI": "message_api",
-    "TwitterAPI": "posting_api",
-    "TicketAPI": "ticket_api",
-    "TradingBot": "trading_bot",
-    "TravelAPI": "travel_booking",
-    "VehicleControlAPI": "vehicle_control",
-}
-"""The API classes of these categories, each with the name of its documents and of its module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +48,13 @@ class KnownCall:
 @functools.cache
 def documents(api: str) -> tuple[Mapping[str, Any], ...]:
     """The documents of an API's functions: name, description, parameters (a schema with types of their own)."""
-    path = data_file(PACKAGE, f"bfcl_eval/data/multi_turn_func_doc/{DOCUMENTS[api]}.json")
+    path = data_file(PACKAGE, f"bfcl_eval/data/multi_turn_func_doc/{MODULES[api]}.json")
     return tuple(_rows(path.read_text()))
 
 
 @functools.cache
 def _by_name() -> Mapping[str, Mapping[str, Any]]:
-    return {document["name"]: document for api in DOCUMENTS for document in documents(api)}
+    return {document["name"]: document for api in MODULES for document in documents(api)}
 
 
 def parameters_of(name: str) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ MODULES = {
     "TravelAPI": "travel_booking",
     "VehicleControlAPI": "vehicle_control",
 }
+"""The API classes of the multi-turn categories, each with the name of its module and of its documents."""
 MEMORY_BYTES = 1 << 30
 _PREFIX = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
 

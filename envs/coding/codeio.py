@@ -8,7 +8,6 @@ with its parameters: they are deterministic, run without further packages, and t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Iterator
@@ -19,7 +18,8 @@ from typing import Any, Final
 
 from envs.base import EnvError, TaskSource
 from envs.coding.answer import format_answer
-from envs.coding.examples import Problem, Reference
+from envs.coding.examples import Problem, Reference, require_checks
+from envs.data.digest import text_digest
 from envs.data_packages import data_file, digest, read_lines
 from rollout.types import Message, Role, Split, Task
 
@@ -47,9 +47,7 @@ class CodeioTasks(TaskSource):
     """Tasks from the usable rows; a row is trained on or held out, by a digest of its text."""
 
     def __init__(self, *, seed: int, num_visible: int, num_hidden: int) -> None:
-        for name, count in (("num_visible_checks", num_visible), ("num_hidden_checks", num_hidden)):
-            if count < 1:
-                raise EnvError(f"env.{name}: must be at least 1, got {count}; a task without checks cannot be graded")
+        require_checks(num_visible=num_visible, num_hidden=num_hidden)
         self._seed = seed
         self._num_visible = num_visible
         self._num_hidden = num_hidden
@@ -147,5 +145,4 @@ def _shuffled(numbers: tuple[int, ...], key: str) -> list[int]:
 
 
 def _is_held_out(prompt: str) -> bool:
-    share = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") / 2**32
-    return share < HELD_OUT_SHARE
+    return text_digest(prompt, num_bits=32) / 2**32 < HELD_OUT_SHARE

@@ -29,6 +29,13 @@ class Example:
     expected: Json
 
 
+def require_checks(*, num_visible: int, num_hidden: int) -> None:
+    """Raise `EnvError` for a number of checks that makes no task."""
+    for name, count in (("num_visible_checks", num_visible), ("num_hidden_checks", num_hidden)):
+        if count < 1:
+            raise EnvError(f"env.{name}: must be at least 1, got {count}; a task without checks cannot be graded")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
     """Code of a task's data that makes its examples in a box of its own (`envs.coding.reference`).

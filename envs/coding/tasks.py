@@ -22,7 +22,7 @@ from envs.coding.compositions import (
     Composition,
     careless,
 )
-from envs.coding.examples import Example, Problem, problem_of
+from envs.coding.examples import Example, Problem, problem_of, require_checks
 from rollout.types import Message, Role, Split, Task
 
 HELD_OUT_SEED = 7
@@ -41,9 +41,7 @@ class CodingTasks(TaskSource):
     """Endless training tasks, held-out tasks and demonstrations of the procedural family."""
 
     def __init__(self, *, seed: int, num_visible: int, num_hidden: int) -> None:
-        for name, count in (("num_visible_checks", num_visible), ("num_hidden_checks", num_hidden)):
-            if count < 1:
-                raise EnvError(f"env.{name}: must be at least 1, got {count}; a task without checks cannot be graded")
+        require_checks(num_visible=num_visible, num_hidden=num_hidden)
         self._seed = seed
         self._num_visible = num_visible
         self._num_hidden = num_hidden

@@ -17,13 +17,13 @@ columns (of verl: in extra_info); otherwise the number of the row is the id.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from envs.data.digest import text_digest
 from envs.data.errors import RowError
 from envs.data.own import own_item
 from rollout.types import Answer, Message, Role, Split, Task
@@ -109,11 +109,6 @@ def read_row(row: dict[str, Any], *, name: str, default_id: str) -> Item:
     return item
 
 
-def text_digest(text: str) -> int:
-    """64 bits that follow from the text in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-
-
 def _near(columns: Sequence[str]) -> tuple[str, str] | None:
     wanted = sorted({column for adapter in ADAPTERS.values() for column in adapter.needs})
     for column in columns:
@@ -179,7 +174,7 @@ def _item(
         messages=messages,
         payload=dict(payload),
         split=_SPLITS[split] if split is not None else Split.TRAIN,
-        seed=text_digest(str(task_id)) >> 32,
+        seed=text_digest(str(task_id), num_bits=32),
         **more,
     )
     return Item(task, None)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from envs.base import TaskSource, texts
-from envs.data.adapters import Item, text_digest
+from envs.data.adapters import Item
+from envs.data.digest import text_digest
 from envs.data.errors import DatasetError
 from rollout.types import Answer, Split, Task
 

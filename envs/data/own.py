@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 from envs.coding.answer import extract, format_answer
 from envs.coding.examples import Example, Problem
+from envs.data.digest import text_digest
 from envs.data.errors import RowError
 from envs.sandbox.wire import BadValueError, encode_value
 from rollout.types import Json, Message, Role, Split, Task
@@ -84,7 +84,7 @@ def _task(row: Mapping[str, Any]) -> Task:
         messages=(Message(role=Role.USER, content=row["prompt"]),),
         payload=problem.payload(),
         split=Split(row.get("split", Split.TRAIN)),
-        seed=int.from_bytes(hashlib.sha256(row["id"].encode()).digest()[:4], "big"),
+        seed=text_digest(row["id"], num_bits=32),
     )
 
 
