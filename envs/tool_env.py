@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from envs.base import Env, EnvError, Solver, StepResult, TaskSource
-from envs.tools import ToolBox
+from envs.tools import ToolBox, turn_of_calls
 from rollout.types import Answer, Checks, Evidence, Json, Message, Role, Task, ToolCall, TurnEvidence, Verdict
 
 
@@ -89,20 +89,11 @@ class ToolEnv(Env):
         else:
             said = self.reply(task, message.content)
             observations = () if said is None else (Message(role=Role.USER, content=said),)
-        counts, broken = self._box.counts, tuple(self.violations(task))
+        broken = tuple(self.violations(task))
         reached = [holds for name, holds in self.milestones(task).items() if name not in self._given]
-        self._turns = (
-            *self._turns,
-            TurnEvidence(
-                well_formed=counts.malformed == before.malformed
-                and bool(message.tool_calls or message.content.strip()),
-                visible=Checks(passed=0, declared=0),
-                num_calls=counts.calls - before.calls,
-                num_call_errors=counts.errors - before.errors,
-                milestones=Checks(passed=sum(map(bool, reached)), declared=len(reached)),
-                violations=broken,
-            ),
-        )
+        milestones = Checks(passed=sum(map(bool, reached)), declared=len(reached))
+        turn = turn_of_calls(message, before, self._box.counts, milestones=milestones, violations=broken)
+        self._turns = (*self._turns, turn)
         self._violations = tuple(dict.fromkeys((*self._violations, *broken)))
         return StepResult(observations=observations, terminated=not observations)
 

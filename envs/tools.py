@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast, get_type_hints, overload
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from envs.base import EnvError, SandboxLost
-from rollout.types import Json, MalformedToolCall, Message, Role, ToolCall
+from rollout.types import Checks, Json, MalformedToolCall, Message, Role, ToolCall, TurnEvidence
 
 MAX_OUTPUT_CHARACTERS = 8_192
 """What a tool says beyond this is cut in the middle, and the cut is named: the end often holds the error."""
@@ -52,6 +52,21 @@ class ToolCounts:
     def errors(self) -> int:
         """Calls that did nothing, or broke off."""
         return self.malformed + self.unknown + self.invalid + self.failed
+
+
+def turn_of_calls(
+    message: Message, before: ToolCounts, after: ToolCounts, *, milestones: Checks, violations: tuple[str, ...] = ()
+) -> TurnEvidence:
+    """What the counts before and after a turn say of it. A turn of calls shows no checks."""
+    readable = after.malformed == before.malformed
+    return TurnEvidence(
+        well_formed=readable and bool(message.tool_calls or message.content.strip()),
+        visible=Checks(passed=0, declared=0),
+        num_calls=after.calls - before.calls,
+        num_call_errors=after.errors - before.errors,
+        milestones=milestones,
+        violations=violations,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +170,6 @@ def as_tool(function: Callable[..., Any]) -> Tool:
 
 
 def _field(parameter: inspect.Parameter, description: str) -> Any:
-    from pydantic import Field
-
     default: Any = ... if parameter.default is parameter.empty else parameter.default
     return Field(default=default, description=description)
 
@@ -233,7 +246,7 @@ class ToolBox:
         messages += await asyncio.gather(*map(self._answer, at_once))
         for call in calls[MAX_CALLS_PER_TURN:]:
             problem = f"Error: too many calls in one turn; only the first {MAX_CALLS_PER_TURN} ran"
-            messages.append(_said(call, self._count(problem, calls=1, invalid=1)))
+            messages.append(_said(call, self._count(problem, "invalid")))
         return tuple(messages)
 
     async def _answer(self, call: ToolCall | MalformedToolCall) -> Message:
@@ -241,16 +254,16 @@ class ToolBox:
 
     async def _outcome(self, call: ToolCall | MalformedToolCall) -> str:
         if isinstance(call, MalformedToolCall):
-            return self._count(f"Error: {call.problem}", calls=1, malformed=1)
+            return self._count(f"Error: {call.problem}", "malformed")
         known = self._tools.get(call.name)
         if known is None:
             near = difflib.get_close_matches(call.name, self._listed, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the tools are {', '.join(self._listed)}"
-            return self._count(f"Error: no tool named {call.name!r}; {hint}", calls=1, unknown=1)
+            return self._count(f"Error: no tool named {call.name!r}; {hint}", "unknown")
         try:
             checked = known.arguments.model_validate_json(json.dumps(call.arguments, default=dict))
         except ValidationError as problem:
-            return self._count(f"Error: {_first_problem(problem)}", calls=1, invalid=1)
+            return self._count(f"Error: {_first_problem(problem)}", "invalid")
         # What was not given is left to the function: its default may be another than its declaration says.
         arguments = {name: getattr(checked, name) for name in checked.model_fields_set}
         try:
@@ -261,13 +274,15 @@ class ToolBox:
         except SandboxLost:
             raise
         except ToolError as problem:
-            return self._count(_capped(f"Error: {problem}"), calls=1, failed=1)
+            return self._count(_capped(f"Error: {problem}"), "failed")
         except Exception as problem:  # noqa: BLE001 (the policy's arguments may break a tool: that is its answer)
-            return self._count(_capped(f"Error: {type(problem).__name__}: {problem}"), calls=1, failed=1)
-        return self._count(said, calls=1)
+            return self._count(_capped(f"Error: {type(problem).__name__}: {problem}"), "failed")
+        return self._count(said)
 
-    def _count(self, said: str, **more: int) -> str:
-        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + more[name] for name in more})
+    def _count(self, said: str, mistake: str | None = None) -> str:
+        """Count a call, and its kind of `mistake` (a field of `ToolCounts`) where it has one."""
+        for name in filter(None, ("calls", mistake)):
+            self.counts = replace(self.counts, **{name: getattr(self.counts, name) + 1})
         return said
 
 

@@ -22,8 +22,8 @@ from envs.base import Env, EnvError, EnvFactory, SandboxLost, StepResult
 from envs.bfcl.client import CallTimeoutError, Session, Worker
 from envs.bfcl.data import documents
 from envs.config import EnvConfig
-from envs.tools import Tool, ToolBox, ToolError
-from rollout.types import Checks, Evidence, Message, Role, Task, TurnEvidence, Verdict
+from envs.tools import Tool, ToolBox, ToolError, turn_of_calls
+from rollout.types import Checks, Evidence, Message, Role, Task, Verdict
 
 MORE_FUNCTIONS = "I have updated some more functions you can choose from. What about now?"
 _TYPES = {"float": "number", "tuple": "array", "dict": "object"}
@@ -111,17 +111,8 @@ class BfclEnv(Env):
             self._failed = session.hung
         else:
             observations, over = await self._next_request(task, session)
-        after = self._box.counts
-        self._turns = (
-            *self._turns,
-            TurnEvidence(
-                well_formed=after.malformed == before.malformed and bool(message.tool_calls or message.content.strip()),
-                visible=Checks(passed=0, declared=0),
-                num_calls=after.calls - before.calls,
-                num_call_errors=after.errors - before.errors,
-                milestones=self._checks(task),
-            ),
-        )
+        turn = turn_of_calls(message, before, self._box.counts, milestones=self._checks(task))
+        self._turns = (*self._turns, turn)
         return StepResult(observations=observations, terminated=over)
 
     async def evidence(self) -> Evidence:
