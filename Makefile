@@ -1,5 +1,5 @@
 # make train   set up .venv and run the quickstart        make train ARGS="run.seed=1 run.name=second"
-# make test    set up .venv and run the quick tests       make test ARGS="-k sweep"
+# make test    set up .venv and run the quick tests       make test ARGS="-k sweep"   (JOBS=2 at a time)
 # make check   lint, formatting, types, import contracts, file sizes
 # make bench   the benchmarks of scripts/bench
 # make kernels-aot   compile the Triton kernels for four GPU architectures and compare with results/kernels_aot.json
@@ -17,6 +17,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 EXPERIMENT ?= coding
 ARGS ?=
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -54,7 +55,7 @@ train: setup
 	$(BIN)/python -m rl.train +experiment=$(EXPERIMENT) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not multi_gpu and not docker" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu and not multi_gpu and not docker" $(ARGS)
 
 check: setup
 	@set -x

@@ -92,6 +92,10 @@ def outcome(folder: Path) -> dict[str, object]:
     return {"rows": kept, "files": files, "answers": episodes}
 
 
+compares_with_the_undisturbed_run = pytest.mark.xdist_group("undisturbed")
+"""One process makes that run for all tests that compare with it."""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -104,6 +108,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return result
 
 
+@compares_with_the_undisturbed_run
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     ("stage", "number"),
@@ -159,6 +164,7 @@ def test_a_reference_a_value_head_and_further_tasks_survive_a_kill(algorithm: st
     assert outcome(tmp_path / "killed") == expected
 
 
+@compares_with_the_undisturbed_run
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("setting", ["rounding=stochastic", "hysteresis=0.02"])
 def test_codes_that_the_masters_do_not_tell_survive_a_kill(
@@ -184,6 +190,7 @@ def test_codes_that_the_masters_do_not_tell_survive_a_kill(
     assert outcome(tmp_path / "killed") == expected
 
 
+@compares_with_the_undisturbed_run
 @pytest.mark.timeout(660)
 def test_held_back_versions_make_samples_so_stale_and_survive_a_kill(
     undisturbed: dict[str, object], tmp_path: Path

